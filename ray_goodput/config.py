@@ -1,0 +1,112 @@
+"""Configuration a user passes in: frozen, keyword-only, checked when made.
+
+Precedence everywhere: argument, then `RAY_GOODPUT_*` environment variable, then default. `environment()` is the only
+reader of the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ray_goodput.errors import ConfigError
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)")
+_UNIT_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What the surroundings of a process say; see `environment()`."""
+
+    local_dir: Path
+
+
+def environment(env: Mapping[str, str] | None = None) -> Environment:
+    """Read the `RAY_GOODPUT_*` variables.
+
+    `RAY_GOODPUT_LOCAL_DIR`: folder on node-local NVMe for the data cache, local checkpoint copies and journals. On a
+    cluster set it where the raylet starts, so that each node has its own. Default: `ray_goodput` in the system's
+    temporary folder.
+    """
+    env = os.environ if env is None else env
+    default = Path(tempfile.gettempdir()) / "ray_goodput"
+    return Environment(local_dir=Path(env.get("RAY_GOODPUT_LOCAL_DIR") or default))
+
+
+def parse_duration_s(text: str) -> float:
+    """Seconds in a duration such as `"90s"`, `"10min"` or `"1.5h"`."""
+    match = _DURATION.fullmatch(text.strip())
+    if not match:
+        raise ConfigError(f'Cannot read the duration {text!r}: write for example "90s", "10min" or "1.5h".')
+    return float(match[1]) * _UNIT_S[match[2]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """When to save, how much to keep, and where to stage.
+
+    every: steps between saves (int), a duration ("10min"), or "auto": the interval that loses least, from the measured
+        cost of a save and the failures seen so far.
+    keep_last: how many committed checkpoints stay in storage; the newest verified one always does.
+    keep_every: also keep for ever each checkpoint whose step is a multiple of this.
+    when_full: "wait" for a staging slot or "skip" the save when the previous ones are still being written; both are
+        counted.
+    staging_dir: folder for the staging slots (two a rank, each the size of a rank's slice). Default: shared memory
+        when it has room, else the node's local directory.
+    """
+
+    every: int | str = "auto"
+    keep_last: int = 3
+    keep_every: int | None = None
+    when_full: Literal["wait", "skip"] = "wait"
+    staging_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int | str):
+            raise ConfigError(f'CheckpointConfig(every={self.every!r}): give steps, a duration like "10min", or "auto".')
+        if isinstance(self.every, int) and self.every < 1:
+            raise ConfigError(f"CheckpointConfig(every={self.every}): the number of steps must be at least 1.")
+        if isinstance(self.every, str) and self.every != "auto" and parse_duration_s(self.every) <= 0:
+            raise ConfigError(f"CheckpointConfig(every={self.every!r}): the duration must be above 0.")
+        if self.keep_last < 1:
+            raise ConfigError(f"CheckpointConfig(keep_last={self.keep_last}): at least 1 checkpoint must be kept.")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ConfigError(f"CheckpointConfig(keep_every={self.keep_every}): must be at least 1 step.")
+        if self.when_full not in ("wait", "skip"):
+            raise ConfigError(f'CheckpointConfig(when_full={self.when_full!r}): give "wait" or "skip".')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureBudget:
+    """How many failures in a row, with no new commit in between, end the run. Preemptions are not counted."""
+
+    max_failures_without_progress: int = 3
+
+    def __post_init__(self) -> None:
+        if self.max_failures_without_progress < 0:
+            raise ConfigError(
+                f"FailureBudget(max_failures_without_progress={self.max_failures_without_progress}): must be 0 or more."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSpec:
+    """Where objects live and how to reach them; picklable, opened where it is used (`storage.open_store`).
+
+    uri: `s3://bucket/prefix`, any other URL that fsspec knows, or a local path.
+    options: `storage_options` in the spelling of s3fs and fsspec: `key`, `secret`, `token`, `endpoint_url`,
+        `client_kwargs`, ... Never logged.
+    """
+
+    uri: str
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def child(self, *parts: str) -> StoreSpec:
+        """The store of a sub-folder."""
+        return StoreSpec(uri="/".join([self.uri.rstrip("/"), *parts]), options=self.options)
