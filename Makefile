@@ -1,0 +1,57 @@
+# `make demo` and `make test` work on a machine with nothing but Python 3.11 or newer and make: set-up is a prerequisite.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+# The first interpreter that really runs and is new enough.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+# torch goes in first, and by this version, so that a machine's own choice of build (CPU, CUDA) is not replaced later.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TOPICS := $(patsubst tests/bench/bench_%.py,%,$(wildcard tests/bench/bench_*.py))
+
+.PHONY: help setup demo test test-fast lint format bench $(addprefix bench-,$(TOPICS)) clean
+
+help:  ## show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## make .venv with everything in it; runs again only when pyproject.toml changes
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found: install one, or run make PYTHON=/path/to/python3." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[test,dev]" "$(TORCH)"
+	@touch $@
+
+demo: $(STAMP)  ## train a small GPT with 2 workers, kill one, and show that nothing was lost
+	$(BIN)/ray-goodput demo $(ARGS)
+
+test: lint  ## lint and all tests (not the benchmarks)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(STAMP)  ## the tests that need no Ray and no server
+	$(BIN)/python -m pytest tests/unit tests/property tests/contract $(ARGS)
+
+lint: $(STAMP)  ## ruff, pyright, import-linter, codespell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/codespell
+
+format: $(STAMP)  ## let ruff put the code in shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(addprefix bench-,$(TOPICS))  ## all benchmarks; bench-TOPIC for one
+	@test -n "$(TOPICS)" || echo "There are no benchmarks in tests/bench yet."
+
+bench-%: $(STAMP)
+	$(BIN)/python tests/bench/bench_$*.py $(ARGS)
+
+clean:  ## remove what was built, but not .venv
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
