@@ -1,0 +1,49 @@
+"""Raise and prove the goodput of PyTorch jobs on Ray.
+
+    import ray_goodput as rg
+
+Importing starts nothing and is fast: a name's module (and torch and ray behind it) is imported when the name is first used.
+The map of the package is in README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray_goodput.config import CheckpointConfig as CheckpointConfig
+    from ray_goodput.config import FailureBudget as FailureBudget
+    from ray_goodput.data.dataset import ShardedDataset as ShardedDataset
+    from ray_goodput.data.loader import Batch as Batch
+    from ray_goodput.errors import GoodputError as GoodputError
+    from ray_goodput.train.session import session as session
+    from ray_goodput.train.trainer import GoodputTrainer as GoodputTrainer
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Batch": "ray_goodput.data.loader",
+    "CheckpointConfig": "ray_goodput.config",
+    "FailureBudget": "ray_goodput.config",
+    "GoodputError": "ray_goodput.errors",
+    "GoodputTrainer": "ray_goodput.train.trainer",
+    "ShardedDataset": "ray_goodput.data.dataset",
+    "session": "ray_goodput.train.session",
+}
+
+__all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll] (names are resolved on first use)
+
+
+def __getattr__(name: str) -> Any:
+    """The public object `name`, imported on first use (PEP 562) and kept."""
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ray_goodput' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
