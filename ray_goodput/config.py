@@ -55,7 +55,7 @@ class CheckpointConfig:
         cost of a save and the failures seen so far.
     keep_last: how many committed checkpoints stay in storage; the newest verified one always does.
     keep_every: also keep for ever each checkpoint whose step is a multiple of this.
-    when_full: "wait" for a staging slot or "skip" the save when the previous ones are still being written; both are
+    when_full: when the previous saves still hold both staging slots of some rank, "skip" this save or "wait"; both are
         counted.
     staging_dir: folder for the staging slots (two a rank, each the size of a rank's slice). Default: shared memory
         when it has room, else the node's local directory.
@@ -64,7 +64,7 @@ class CheckpointConfig:
     every: int | str = "auto"
     keep_last: int = 3
     keep_every: int | None = None
-    when_full: Literal["wait", "skip"] = "wait"
+    when_full: Literal["wait", "skip"] = "skip"
     staging_dir: str | None = None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,220 @@
+"""The commit protocol of one run: which slices have landed, what is committed, who is fenced. No Ray here.
+
+One lock guards the tables; a second one, `_decision`, makes "write a commit record" and "raise the fence" exclude
+each other, so that a resume point once given out is never overtaken by a dead attempt's late commit (C6).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from ray_goodput.clock import Clock
+from ray_goodput.core.catalog import Catalog, abandoned_folders
+from ray_goodput.core.commit import (
+    COMMIT_NAME,
+    METADATA_NAME,
+    CheckpointId,
+    CommitRecord,
+    LandedSlice,
+    ObjectRecord,
+)
+from ray_goodput.errors import CorruptCheckpointError, FencedError, ObjectNotFoundError, StorageError
+from ray_goodput.storage.checksum import xxh3_128_hex
+from ray_goodput.storage.protocol import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A save whose slices are still arriving."""
+
+    world_size: int
+    landed: dict[int, LandedSlice] = field(default_factory=dict)
+    committing: bool = False
+
+
+class CommitLog:
+    """Collects landed slices and writes commit records; loads what earlier lives of the run committed.
+
+    Thread-safe. `open()` reads the storage; nothing else must be called before it.
+    """
+
+    def __init__(
+        self, *, run: str, store: ObjectStore, clock: Clock, keep_last: int = 3, keep_every: int | None = None
+    ) -> None:
+        self._run = run
+        self._store = store
+        self._clock = clock
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._catalog = Catalog()
+        self._pending: dict[CheckpointId, _Pending] = {}
+        self._fence = 0
+        self._highest_attempt = 0
+        self._changed = threading.Condition()
+        self._decision = threading.Lock()
+
+    def open(self) -> None:
+        """Read every commit record of the run. A folder without a valid one is no checkpoint."""
+        folders = self._folders()
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            records = list(pool.map(self._read_record, folders))
+        with self._changed:
+            for record in records:
+                if record is not None:
+                    self._catalog.add(record)
+            self._highest_attempt = max((f.attempt for f in folders), default=0)
+
+    @property
+    def highest_attempt(self) -> int:
+        """The largest attempt number that ever wrote anything, 0 for none."""
+        return self._highest_attempt
+
+    def newest(self) -> CommitRecord | None:
+        with self._changed:
+            return self._catalog.newest()
+
+    def records(self) -> list[CommitRecord]:
+        """Good commits, newest first."""
+        with self._changed:
+            return list(self._catalog.newest_first())
+
+    def fence_and_choose(self, attempt: int) -> CommitRecord | None:
+        """The resume point of `attempt`; from now on no earlier attempt can commit.
+
+        Raises:
+            FencedError: a later attempt has already asked.
+        """
+        with self._decision, self._changed:
+            if attempt < self._fence:
+                raise FencedError(f"Attempt {attempt} was replaced by attempt {self._fence}; it may not restore or save.")
+            self._fence = attempt
+            for checkpoint in [c for c in self._pending if c.attempt < attempt]:
+                del self._pending[checkpoint]
+            return self._catalog.newest()
+
+    def mark_bad(self, checkpoint: CheckpointId, reason: str) -> None:
+        """Take a damaged checkpoint out of the choice; said once, by the first rank that finds it."""
+        with self._changed:
+            known = checkpoint in self._catalog.bad
+            self._catalog.mark_bad(checkpoint, reason)
+        if not known:
+            logger.warning("Checkpoint %s is damaged and will not be used: %s", checkpoint.folder, reason)
+
+    def landed(self, landed: LandedSlice) -> CommitRecord | None:
+        """Note a slice whose objects are in storage; writes the commit if it was the last one. Idempotent.
+
+        Returns the record if this call committed.
+
+        Raises:
+            FencedError: the slice belongs to an attempt that was replaced.
+            StorageError: the commit could not be written; calling again tries again.
+        """
+        checkpoint = landed.slice.checkpoint
+        with self._changed:
+            if self._catalog.get(checkpoint) is not None:
+                return None
+            self._check_fence(checkpoint)
+            pending = self._pending.setdefault(checkpoint, _Pending(landed.slice.world_size))
+            pending.landed[landed.slice.world_rank] = landed
+            if len(pending.landed) < pending.world_size or pending.committing:
+                return None
+            pending.committing = True
+        try:
+            return self._commit(checkpoint, pending.landed)
+        finally:
+            with self._changed:
+                pending.committing = False
+
+    def wait_committed(self, checkpoint: CheckpointId, timeout_s: float) -> bool:
+        """Whether `checkpoint`, or one of a later step, is committed within `timeout_s`."""
+
+        def reached() -> bool:
+            newest = self._catalog.newest()
+            return newest is not None and newest.checkpoint >= checkpoint
+
+        with self._changed:
+            return self._changed.wait_for(reached, timeout_s)
+
+    def prune(self) -> list[CheckpointId]:
+        """Delete what retention lets go and what fenced attempts left unfinished; returns what went.
+
+        The commit record goes first: a folder half deleted is no checkpoint.
+        """
+        with self._changed:
+            old = self._catalog.prunable(keep_last=self._keep_last, keep_every=self._keep_every)
+            committed = [r.checkpoint for r in self._catalog.newest_first()]
+            committed += list(self._catalog.bad)
+            fence = self._fence
+        abandoned = abandoned_folders(self._folders(), committed=committed + old, fenced_below_attempt=fence)
+        for checkpoint in [*old, *abandoned]:
+            folder = f"{CHECKPOINTS}/{checkpoint.folder}"
+            self._store.delete([f"{folder}/{COMMIT_NAME}"])
+            with self._changed:
+                self._catalog.forget(checkpoint)
+            self._store.abort_uploads(folder)
+            self._store.delete([info.key for info in self._store.list(folder)])
+        return [*old, *abandoned]
+
+    def _commit(self, checkpoint: CheckpointId, landed: Mapping[int, LandedSlice]) -> CommitRecord:
+        slices = [landed[rank].slice for rank in sorted(landed)]
+        first = slices[0]
+        metadata = next((s.metadata for s in slices if s.metadata is not None), None)
+        if metadata is None:
+            raise StorageError(f"No rank sent DCP metadata for {checkpoint.folder}; it cannot be committed.")
+        digests = {s.structure_digest for s in slices}
+        if len(digests) > 1:
+            raise StorageError(f"Ranks disagree on the structure of {checkpoint.folder} ({len(digests)} digests).")
+        objects = [o for part in landed.values() for o in part.objects]
+        objects.append(
+            ObjectRecord(name=METADATA_NAME, size_bytes=len(metadata), xxh3_128=xxh3_128_hex(metadata))
+        )
+        record = CommitRecord(
+            run=self._run,
+            checkpoint=checkpoint,
+            world_size=first.world_size,
+            structure_digest=first.structure_digest,
+            cursors=first.cursors,
+            objects=tuple(sorted(objects, key=lambda o: o.name)),
+            committed_at_s=self._clock.at_s(),
+            extra=first.extra,
+        )
+        folder = f"{CHECKPOINTS}/{checkpoint.folder}"
+        self._store.put(f"{folder}/{METADATA_NAME}", metadata)
+        with self._decision:
+            with self._changed:
+                self._check_fence(checkpoint)
+            self._store.put(f"{folder}/{COMMIT_NAME}", record.to_json(xxh3_128_hex))
+            with self._changed:
+                self._catalog.add(record)
+                self._pending.pop(checkpoint, None)
+                self._changed.notify_all()
+        return record
+
+    def _check_fence(self, checkpoint: CheckpointId) -> None:
+        if checkpoint.attempt < self._fence:
+            raise FencedError(
+                f"The save of step {checkpoint.step} belongs to attempt {checkpoint.attempt}, "
+                f"which attempt {self._fence} has replaced; it was not committed."
+            )
+
+    def _folders(self) -> list[CheckpointId]:
+        names = self._store.list_folders(CHECKPOINTS)
+        return [c for c in map(CheckpointId.parse, names) if c is not None]
+
+    def _read_record(self, checkpoint: CheckpointId) -> CommitRecord | None:
+        try:
+            data = self._store.get(f"{CHECKPOINTS}/{checkpoint.folder}/{COMMIT_NAME}")
+            return CommitRecord.from_json(data, xxh3_128_hex)
+        except ObjectNotFoundError:
+            return None
+        except CorruptCheckpointError as error:
+            logger.warning("Checkpoint %s is ignored: %s", checkpoint.folder, error)
+            return None

@@ -1,0 +1,110 @@
+"""Makes the run's actors: the plain classes of this folder, wrapped by Ray where they are used.
+
+All are named, in one namespace, take no CPU (train workers may hold every one) and come back when killed; a task that was under way
+is sent again. None is detached: they die with the driver's job, so a killed driver leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_goodput.actors.coordinator import RunCoordinator
+from ray_goodput.actors.names import (
+    NAMESPACE,
+    coordinator_name,
+    journals_dir,
+    local_checkpoints_dir,
+    slots_dir,
+    vault_name,
+)
+from ray_goodput.actors.remote import RemoteProxy
+from ray_goodput.actors.spec import RunSpec
+from ray_goodput.actors.vault import CheckpointVault
+from ray_goodput.clock import SystemClock
+from ray_goodput.config import environment
+from ray_goodput.errors import RunInUseError
+from ray_goodput.storage import open_store
+
+logger = logging.getLogger(__name__)
+
+_IMMORTAL = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "namespace": NAMESPACE}
+_NICENESS = 10
+
+
+class _CoordinatorProcess(RunCoordinator):
+    """The coordinator with its own store, opened where it lives; rebuilt from storage in each of its lives."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__(
+            run=spec.run,
+            store=open_store(spec.store),
+            clock=SystemClock(),
+            target_world=spec.target_world,
+            keep_last=spec.checkpoint.keep_last,
+            keep_every=spec.checkpoint.keep_every,
+        )
+        self.open()
+
+
+class _VaultProcess(CheckpointVault):
+    """The vault with its own store, at low priority: checksums and uploads yield to training."""
+
+    def __init__(self, spec: RunSpec, node_id: str) -> None:
+        os.nice(_NICENESS)
+        try:
+            psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
+        except (OSError, psutil.Error, AttributeError) as error:
+            logger.info("The vault's I/O priority could not be lowered (%s).", error)
+        local_dir = environment().local_dir
+        super().__init__(
+            node_id=node_id,
+            store=open_store(spec.store),
+            coordinator=RemoteProxy(coordinator_name(spec.key)),  # type: ignore[arg-type]
+            local_checkpoints=local_checkpoints_dir(local_dir, spec.key),
+            slots=slots_dir(local_dir, spec.key, spec.checkpoint.staging_dir),
+            journals=journals_dir(local_dir, spec.key),
+        )
+
+
+def start_coordinator(spec: RunSpec) -> Any:
+    """Start the run's coordinator on this (the driver's) node and wait until it has read the storage.
+
+    Raises:
+        RunInUseError: a living driver already runs this run name in this storage.
+        StorageError: the storage cannot be read.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    try:
+        handle = (
+            ray.remote(_CoordinatorProcess)
+            .options(name=coordinator_name(spec.key), max_concurrency=64, scheduling_strategy=here, **_IMMORTAL)
+            .remote(spec)
+        )
+    except ValueError as error:
+        raise RunInUseError(
+            f"The run {spec.run!r} in {spec.store.uri} is already being trained by another driver on this cluster. "
+            "Wait for it, stop it, or choose another RunConfig(name=...)."
+        ) from error
+    ray.get(handle.ping.remote())
+    return handle
+
+
+def start_vault(spec: RunSpec, node_id: str) -> Any:
+    """The vault of a node, started if there is none; returns at once. Owned by the calling process."""
+    return (
+        ray.remote(_VaultProcess)
+        .options(
+            name=vault_name(spec.key, node_id),
+            get_if_exists=True,
+            max_concurrency=32,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            **_IMMORTAL,
+        )
+        .remote(spec, node_id)
+    )

@@ -1,0 +1,221 @@
+"""The checkpoint vault of a node: takes over full slots and gets their bytes into storage. No Ray in the class.
+
+It outlives the training processes of its node: a worker that died after staging leaves a slot and a note beside it,
+and the next attempt's `adopt` finishes the upload.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from ray_goodput.actors.commits import CHECKPOINTS
+from ray_goodput.actors.names import attempt_dir, parse_attempt_dir
+from ray_goodput.checkpoint.stage import read_sidecar, sidecar_paths
+from ray_goodput.core.commit import METADATA_NAME, CheckpointId, Extent, LandedSlice, ObjectRecord, StagedSlice
+from ray_goodput.errors import FencedError, GoodputError, StorageAccessError, StorageError
+from ray_goodput.goodput.journal import read_journal
+from ray_goodput.storage.checksum import Checksum
+from ray_goodput.storage.protocol import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 8 << 20
+
+
+class CoordinatorPort(Protocol):
+    """What a vault asks of the run's coordinator."""
+
+    def landed(self, landed: LandedSlice) -> None: ...
+
+    def journal_tail(self, attempt: int, world_rank: int, page: Any) -> None: ...
+
+
+class CheckpointVault:
+    """Flush to NVMe, upload, report; local copies stay for a quick restore.
+
+    Thread-safe; each call of `persist` does its work in the caller's thread.
+
+    give_up_after_s: how long an upload is tried again while the store fails. The slot stays taken meanwhile, so at
+        most two saves a rank wait, whatever the store does.
+    """
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        store: ObjectStore,
+        coordinator: CoordinatorPort,
+        local_checkpoints: Path,
+        slots: Path,
+        journals: Path,
+        keep_local: int = 2,
+        give_up_after_s: float = 900.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._node_id = node_id
+        self._store = store
+        self._coordinator = coordinator
+        self._local = local_checkpoints
+        self._slots = slots
+        self._journals = journals
+        self._keep_local = keep_local
+        self._give_up_after_s = give_up_after_s
+        self._sleep = sleep
+        self._adopting = threading.Lock()
+
+    def ping(self) -> str:
+        """The node's id, as a sign of life."""
+        return self._node_id
+
+    def persist(self, staged: StagedSlice) -> None:
+        """Every extent of the slot is an object in storage afterwards, and the coordinator knows. Idempotent.
+
+        Raises:
+            FencedError: the slice's attempt was replaced.
+            StorageError: the store kept failing for `give_up_after_s`, or can never work (keys, permissions).
+        """
+        started = time.monotonic()
+        folder = staged.checkpoint.folder
+        local = self._local / folder
+        local.mkdir(parents=True, exist_ok=True)
+        objects = []
+        with _mapped(staged.slot_path) as slot:
+            for extent in staged.extents:
+                if extent.name != METADATA_NAME:
+                    objects.append(_flush(slot, extent, local / extent.name))
+
+        def upload() -> None:
+            for record in objects:
+                self._store.upload_file(f"{CHECKPOINTS}/{folder}/{record.name}", local / record.name)
+            landed = LandedSlice(
+                slice=staged, objects=tuple(objects), node_id=self._node_id, upload_s=time.monotonic() - started
+            )
+            self._coordinator.landed(landed)
+
+        self._until_it_works(upload, what=f"Step {staged.checkpoint.step}, rank {staged.world_rank}")
+        self._drop_old_copies()
+
+    def adopt(self, attempt: int) -> None:
+        """Finish what workers of attempts before `attempt` left on this node, then clean up after them.
+
+        Staged slices are persisted if their attempt may still commit; journals are handed to the coordinator.
+        """
+        with self._adopting:
+            for folder in sorted(self._slots.glob("attempt-*")):
+                old = parse_attempt_dir(folder.name)
+                if old is None or old >= attempt:
+                    continue
+                for sidecar in sidecar_paths(folder):
+                    self._adopt_slice(sidecar)
+                shutil.rmtree(folder, ignore_errors=True)
+            for path in sorted(self._journals.glob("attempt-*/rank-*.journal")):
+                old = parse_attempt_dir(path.parent.name)
+                if old is not None and old < attempt:
+                    self._adopt_journal(path, old)
+
+    def forget_run(self) -> None:
+        """Remove this run's slots and journals from the node; local checkpoint copies stay for a later restart."""
+        shutil.rmtree(self._slots, ignore_errors=True)
+        shutil.rmtree(self._journals, ignore_errors=True)
+
+    def _adopt_slice(self, sidecar: Path) -> None:
+        try:
+            staged = read_sidecar(sidecar)
+            if staged is None:
+                return
+            self.persist(staged)
+            logger.info("Finished the upload of step %d, rank %d.", staged.checkpoint.step, staged.world_rank)
+        except FencedError:
+            logger.info("A slice in %s belongs to an attempt that was replaced; dropped.", sidecar.parent.name)
+        except (GoodputError, OSError, ValueError) as error:
+            logger.warning("The slice noted in %s could not be saved: %s", sidecar, error)
+
+    def _adopt_journal(self, path: Path, attempt: int) -> None:
+        world_rank = int(path.stem.partition("-")[2])
+        try:
+            self._coordinator.journal_tail(attempt, world_rank, read_journal(path))
+        except (GoodputError, OSError, ValueError) as error:
+            logger.warning("The journal %s cannot be read; its last second stays unknown: %s", path, error)
+        path.unlink(missing_ok=True)
+
+    def _until_it_works(self, action: Callable[[], None], *, what: str) -> None:
+        deadline = time.monotonic() + self._give_up_after_s
+        pause_s, told = 1.0, False
+        while True:
+            try:
+                return action()
+            except StorageAccessError:
+                raise
+            except StorageError as error:
+                if time.monotonic() + pause_s > deadline:
+                    raise
+                if not told:
+                    logger.warning("%s: upload failed, trying again for %.0f s: %s", what, self._give_up_after_s, error)
+                    told = True
+            self._sleep(pause_s)
+            pause_s = min(pause_s * 2, 30.0)
+
+    def _drop_old_copies(self) -> None:
+        folders = sorted(c for c in map(CheckpointId.parse, _names(self._local)) if c is not None)
+        for checkpoint in folders[: -self._keep_local]:
+            shutil.rmtree(self._local / checkpoint.folder, ignore_errors=True)
+
+
+def slots_of_attempt(slots: Path, attempt: int, world_rank: int) -> Path:
+    """Folder of one rank's slots in one attempt."""
+    return attempt_dir(slots, attempt) / f"rank-{world_rank:05d}"
+
+
+def journal_path(journals: Path, attempt: int, world_rank: int) -> Path:
+    return attempt_dir(journals, attempt) / f"rank-{world_rank:05d}.journal"
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+class _mapped:
+    """A file as a read-only memoryview; an empty file is an empty view."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._map: mmap.mmap | None = None
+        self._view = memoryview(b"")
+
+    def __enter__(self) -> memoryview:
+        with open(self._path, "rb") as file:
+            if os.fstat(file.fileno()).st_size:
+                self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                self._view = memoryview(self._map)
+        return self._view
+
+    def __exit__(self, *exc: object) -> None:
+        self._view.release()
+        if self._map is not None:
+            self._map.close()
+
+
+def _flush(slot: memoryview, extent: Extent, path: Path) -> ObjectRecord:
+    """Copy one extent to `path` and take its checksum on the way. Not fsynced: a torn copy fails its checksum."""
+    checksum = Checksum()
+    part = path.with_name(f".tmp-{path.name}")
+    end = extent.offset + extent.size_bytes
+    with open(part, "wb") as file:
+        for start in range(extent.offset, end, _CHUNK_BYTES):
+            chunk = slot[start : min(start + _CHUNK_BYTES, end)]
+            checksum.update(chunk)
+            file.write(chunk)
+            chunk.release()
+    os.replace(part, path)
+    return ObjectRecord(name=extent.name, size_bytes=extent.size_bytes, xxh3_128=checksum.hexdigest())

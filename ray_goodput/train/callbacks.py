@@ -1,0 +1,63 @@
+"""Hooks into Ray Train's controller: they start the node actors and tell the coordinator what happens to workers.
+
+Every call is fire-and-forget and none raises: an exception in a hook would end the run, and bookkeeping never stops a
+training run.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from ray_goodput.actors.factories import start_vault
+from ray_goodput.actors.names import NAMESPACE, coordinator_name
+from ray_goodput.actors.shard_cache import shard_cache_actor
+from ray_goodput.actors.spec import RunSpec
+from ray_goodput.train.ray_compat import ControllerCallback, WorkerGroupCallback, worker_infos
+
+logger = logging.getLogger(__name__)
+
+
+def _never_raises(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(self, *args, **kwargs)
+        except Exception:  # whatever our bookkeeping does wrong must not end the run
+            logger.exception("ray_goodput: the hook %s failed; training goes on.", hook.__name__)
+            return {} if hook.__name__ == "before_init_train_context" else None
+
+    return guarded
+
+
+class GoodputCallback(WorkerGroupCallback, ControllerCallback):
+    """Lives in the controller's process, which owns the node actors: they outlive worker groups and end with the run."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._node_actors: dict[str, list[Any]] = {}
+
+    @_never_raises
+    def before_init_train_context(self, workers: Sequence[Any]) -> dict[str, list[Any]]:
+        infos = worker_infos(workers)
+        for node_id in sorted({info.node_id for info in infos}):
+            self._node_actors.setdefault(
+                node_id, [start_vault(self._spec, node_id), shard_cache_actor(self._spec.key, node_id)]
+            )
+        self._coordinator().group_allocated.remote(infos)
+        return {}
+
+    @_never_raises
+    def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
+        self._coordinator().group_down.remote()
+
+    @_never_raises
+    def after_worker_group_abort(self, worker_group_context: Any) -> None:
+        self._coordinator().group_down.remote()
+
+    def _coordinator(self) -> Any:
+        return ray.get_actor(coordinator_name(self._spec.key), namespace=NAMESPACE)

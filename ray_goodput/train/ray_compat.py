@@ -1,0 +1,138 @@
+"""The only module that touches Ray Train's internals (2.60). When Ray changes, this is the file to mend.
+
+What it offers to the rest of `train`: the base classes our policies and callbacks derive from, and functions that turn
+Ray's objects into our own values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+import ray.train
+from ray.train.v2._internal.exceptions import (
+    UserExceptionWithTraceback,
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+)
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.failure_handling import (
+    DefaultFailurePolicy,
+    FailureDecision,
+    FailurePolicy,
+)
+from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
+from ray.train.v2._internal.execution.scaling_policy import (
+    ElasticScalingPolicy,
+    NoopDecision,
+    ResizeDecision,
+    ScalingDecision,
+)
+from ray.train.v2._internal.execution.storage import StorageContext
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
+
+from ray_goodput.core.budget import FailureKind
+from ray_goodput.core.run_state import WorkerInfo
+from ray_goodput.errors import GoodputError, StorageError
+
+__all__ = [
+    "ControllerCallback",
+    "DefaultFailurePolicy",
+    "ElasticScalingPolicy",
+    "FailureDecision",
+    "FailurePolicy",
+    "NoopDecision",
+    "ResizeDecision",
+    "ScalingDecision",
+    "StorageContext",
+    "TrainingFailedError",
+    "WorkerGroupCallback",
+    "classify_failure",
+    "fresh_reserved_resources",
+    "goodput_error_in",
+    "in_train_worker",
+    "worker_infos",
+]
+
+_CALL_TIMEOUT_S = 5.0
+
+
+def in_train_worker() -> bool:
+    """Whether this process runs a Ray Train worker's train function."""
+    try:
+        ray.train.get_context().get_world_rank()
+    except Exception:  # Ray raises RuntimeError, AttributeError or its own types here, depending on the process
+        return False
+    return True
+
+
+def worker_infos(workers: Sequence[Any]) -> tuple[WorkerInfo, ...]:
+    """Processes of a worker group, ordered by world rank."""
+    infos = [
+        WorkerInfo(
+            world_rank=w.distributed_context.world_rank,
+            pid=w.metadata.pid,
+            node_id=w.metadata.node_id,
+            node_ip=w.metadata.node_ip,
+        )
+        for w in workers
+    ]
+    return tuple(sorted(infos, key=lambda i: i.world_rank))
+
+
+def goodput_error_in(error: BaseException) -> GoodputError | None:
+    """Our own error a worker raised, if the failure holds one."""
+    if isinstance(error, WorkerGroupError):
+        for failure in error.worker_failures.values():
+            cause = failure._base_exc if isinstance(failure, UserExceptionWithTraceback) else failure
+            if isinstance(cause, GoodputError):
+                return cause
+    if isinstance(error, ControllerError) and isinstance(error.controller_failure, GoodputError):
+        return error.controller_failure
+    return None
+
+
+def classify_failure(error: TrainingFailedError) -> tuple[FailureKind, str, tuple[int, ...]]:
+    """Kind, one-line message and ranks of a failure.
+
+    A storage that failed may work next time; every other error of our own means that the input is wrong.
+    """
+    ours = goodput_error_in(error)
+    if ours is not None and not isinstance(ours, StorageError):
+        ranks = tuple(sorted(error.worker_failures)) if isinstance(error, WorkerGroupError) else ()
+        return FailureKind.USER_ERROR, str(ours), ranks
+    if _is_preemption_failure(error):
+        return FailureKind.PREEMPTION, _last_line(error), ()
+    if isinstance(error, WorkerGroupError):
+        ranks = tuple(sorted(error.worker_failures))
+        first = error.worker_failures[ranks[0]] if ranks else error
+        return FailureKind.WORKER, _last_line(first), ranks
+    if isinstance(error, ControllerError):
+        cause = error.controller_failure
+        if isinstance(cause, WorkerGroupStartupTimeoutError):
+            return FailureKind.STARTUP, _last_line(cause), ()
+        if isinstance(cause, WorkerGroupStartupFailedError):
+            return FailureKind.WORKER, _last_line(cause), ()
+        return FailureKind.CONTROLLER, _last_line(cause), ()
+    return FailureKind.WORKER, _last_line(error), ()
+
+
+def fresh_reserved_resources(policy: ElasticScalingPolicy) -> Mapping[str, Mapping[str, float]] | None:
+    """Resources reserved for the run, node id -> resources, after Ray has looked at the cluster anew.
+
+    Ray's own policy reads a view up to 20 s old and, after the loss of a node, decides for the old size and waits for the
+    start timeout. None if the coordinator of Ray did not answer.
+    """
+    try:
+        return ray.get(
+            policy._autoscaling_coordinator.get_reserved_resources.remote(policy._requester_id, recompute=True),
+            timeout=_CALL_TIMEOUT_S,
+        )
+    except (ray.exceptions.RayError, TimeoutError):
+        return None
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:500] if lines else type(error).__name__
