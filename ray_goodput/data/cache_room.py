@@ -1,0 +1,234 @@
+"""Room in the cache folder: reserved before a byte is written, made by eviction, never by breaking an open file.
+
+A reservation is a folder `<root>/tmp/<random>-<bytes>` with a file `lock` in it, locked by its owner for as long as
+it lives. Its bytes count as used from the start; a folder whose lock is free belonged to a process that died, and
+whoever looks next removes it. Decisions are taken under `<root>/admission.lock`, held for one look at the folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray_goodput.data.cache_lock import is_linked, lock_file, try_lock
+from ray_goodput.errors import CacheFullError
+from ray_goodput.storage.disk import free_bytes
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".arrow"
+_ADMISSION_TIMEOUT_S = 30.0
+_NEVER = float("inf")
+
+NextUse = Callable[[str], float]
+"""From a content name to how far ahead it is needed next (any unit, 0 is now, inf is never or unknown)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedFile:
+    """One file of the cache as a look at the folder shows it."""
+
+    name: str
+    path: Path
+    size_bytes: int
+    used_at_s: float
+
+
+class CacheRoom:
+    """Reserves and evicts in one cache folder. Thread-safe; processes agree by flock alone.
+
+    limit_bytes: for everything in the folder, of all runs; None: only the free disk counts.
+    min_free_bytes: of the disk, left for others.
+    """
+
+    def __init__(self, root: Path, *, limit_bytes: int | None, min_free_bytes: int) -> None:
+        self.root = root
+        self.limit_bytes = limit_bytes
+        self.min_free_bytes = min_free_bytes
+        self.next_use: NextUse | None = None
+        self._scratch = root / "tmp"
+
+    def files(self) -> Iterator[CachedFile]:
+        """Every committed file, in no order. A file that goes meanwhile is left out."""
+        for folder in _scandir(self.root):
+            if len(folder.name) != 2 or not folder.is_dir():
+                continue
+            for entry in _scandir(folder.path):
+                if not entry.name.endswith(SUFFIX):
+                    continue
+                try:
+                    stat = entry.stat()
+                except OSError:
+                    continue
+                yield CachedFile(entry.name[: -len(SUFFIX)], Path(entry.path), stat.st_size, stat.st_atime)
+
+    @contextmanager
+    def reserve(self, size_bytes: int, what: str) -> Iterator[Path]:
+        """An empty folder in which the caller may write `size_bytes`; removed at the end, with what is left in it.
+
+        what: content name of the data shard it is for; with a ranking, nothing needed sooner is evicted for it.
+
+        Raises:
+            CacheFullError: not even eviction makes that much room.
+        """
+        with self._admission():
+            self._make_room(size_bytes, what)
+            folder = self._scratch / f"{secrets.token_hex(8)}-{size_bytes}"
+            folder.mkdir(parents=True)
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try_lock(lock)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+    def evict(self, need_bytes: int, what: str | None = None) -> tuple[int, int]:
+        """Removes files until `need_bytes` are freed or none is left that may go; returns (bytes, files) removed.
+
+        Farthest next use first by the ranking; among those without one, least recently opened first.
+        """
+        rank = self.next_use
+        own = _NEVER if rank is None or what is None else rank(what)
+        if own == _NEVER:  # outside the ranking: asked for by somebody who waits for it now
+            own = -1.0
+        candidates = [(_NEVER if rank is None else rank(file.name), file) for file in self.files()]
+        candidates.sort(key=lambda pair: (-pair[0], pair[1].used_at_s))
+        freed = count = 0
+        for use, file in candidates:
+            if freed >= need_bytes or (use <= own and use != _NEVER):
+                break
+            if file.name != what and remove_unless_open(file.path):
+                freed += file.size_bytes
+                count += 1
+        if count:
+            logger.debug("evicted %d files, %d bytes, from the cache %s", count, freed, self.root)
+            self.on_evicted(count)
+        return freed, count
+
+    def on_evicted(self, count: int) -> None:
+        """Called after each eviction; the cache counts there."""
+
+    def clean(self) -> int:
+        """Removes what dead processes left: reservations and lock files whose lock is free; returns how many."""
+        with self._admission():
+            count = sum(1 for _ in self._dead_reservations())
+        for folder in _scandir(self.root):
+            if len(folder.name) == 2 and folder.is_dir():
+                count += sum(
+                    remove_unless_open(Path(entry.path))
+                    for entry in _scandir(folder.path)
+                    if entry.name[-5:] == ".lock"
+                )
+        return count
+
+    def reserved(self) -> tuple[int, int]:
+        """(bytes reserved by living processes, how many of them are not written yet)."""
+        total = unwritten = 0
+        for entry in _scandir(self._scratch):
+            size = _reserved_bytes(entry.name)
+            written = sum(file.stat().st_blocks * 512 for file in _scandir(entry.path) if _exists(file))
+            total += size
+            unwritten += max(0, size - written)
+        return total, unwritten
+
+    def _make_room(self, size_bytes: int, what: str) -> None:
+        for _ in self._dead_reservations():
+            pass
+        short = self._short_bytes(size_bytes)
+        if short <= 0:
+            return
+        if self.limit_bytes is None or size_bytes <= self.limit_bytes:
+            self.evict(short, what)
+            short = self._short_bytes(size_bytes)
+        if short > 0:
+            raise CacheFullError(self._explain(size_bytes, short))
+
+    def _short_bytes(self, size_bytes: int) -> int:
+        """How many bytes must go before `size_bytes` fit; 0 or less: they do."""
+        total, unwritten = self.reserved()
+        short = size_bytes + unwritten + self.min_free_bytes - free_bytes(self.root)
+        if self.limit_bytes is not None:  # a look at every file, only where somebody set a limit
+            used = sum(file.size_bytes for file in self.files())
+            short = max(short, used + total + size_bytes - self.limit_bytes)
+        return short
+
+    def _explain(self, size_bytes: int, short: int) -> str:
+        used = sum(file.size_bytes for file in self.files())
+        limit = "no limit" if self.limit_bytes is None else f"a limit of {self.limit_bytes} bytes"
+        return (
+            f"The cache {self.root} has no room for {size_bytes} bytes: {short} are missing. It holds {used} bytes and "
+            f"{self.reserved()[0]} reserved ones, open or needed sooner, with {limit}, and the disk has "
+            f"{free_bytes(self.root)} bytes free, of which {self.min_free_bytes} are left alone. Raise "
+            f"cache_limit_bytes, free disk space, or use smaller data shards, a smaller window or fewer lanes."
+        )
+
+    def _dead_reservations(self) -> Iterator[str]:
+        """Removes reservations whose owner is gone. Under the admission lock, so no new one is without its lock."""
+        for entry in _scandir(self._scratch):
+            try:
+                fd = os.open(os.path.join(entry.path, "lock"), os.O_RDWR | os.O_CLOEXEC)
+            except OSError:  # its owner died before it had a lock, or is just removing it
+                shutil.rmtree(entry.path, ignore_errors=True)
+                yield entry.name
+                continue
+            try:
+                if try_lock(fd):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                    yield entry.name
+            finally:
+                os.close(fd)
+
+    @contextmanager
+    def _admission(self) -> Iterator[None]:
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        with lock_file(self.root / "admission.lock", _ADMISSION_TIMEOUT_S) as held:
+            if not held:
+                logger.warning(
+                    "%s/admission.lock has been held for %.0f s; going on without it, so the cache may pass its limit",
+                    self.root,
+                    _ADMISSION_TIMEOUT_S,
+                )
+            yield
+
+
+def remove_unless_open(path: Path) -> bool:
+    """True if `path` was removed; False if somebody holds it locked, or it is gone already."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if not try_lock(fd) or not is_linked(fd, path):
+            return False
+        path.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(fd)
+
+
+def _reserved_bytes(name: str) -> int:
+    digits = name.rpartition("-")[2]
+    return int(digits) if digits.isdigit() else 0
+
+
+def _exists(entry: os.DirEntry[str]) -> bool:
+    try:
+        entry.stat()
+    except OSError:
+        return False
+    return True
+
+
+def _scandir(path: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
