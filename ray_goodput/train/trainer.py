@@ -1,0 +1,211 @@
+"""`GoodputTrainer`: a `TorchTrainer` whose runs survive failures without repeating or skipping a sample."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+from ray.train.torch import TorchTrainer
+
+from ray_goodput.actors.commits import CHECKPOINTS, CommitLog
+from ray_goodput.actors.factories import start_coordinator
+from ray_goodput.actors.spec import RunSpec
+from ray_goodput.clock import SystemClock
+from ray_goodput.config import CheckpointConfig, FailureBudget, StoreSpec
+from ray_goodput.core.commit import CommitRecord
+from ray_goodput.data.dataset import ShardedDataset
+from ray_goodput.errors import ConfigError, CrashLoopError
+from ray_goodput.goodput.ledger import GoodputReport
+from ray_goodput.goodput.report import render_table
+from ray_goodput.storage import open_store
+from ray_goodput.train.callbacks import GoodputCallback
+from ray_goodput.train.datasets import prepare_dataset
+from ray_goodput.train.policies import FreshElasticScalingPolicy, ProgressFailurePolicy
+from ray_goodput.train.ray_compat import TrainingFailedError, goodput_error_in
+from ray_goodput.train.session import run_in_session
+from ray_goodput.train.spec import TrainSpec
+from ray_goodput.train.storage_path import probe_storage, resolve_storage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class GoodputResult(ray.train.Result):
+    """Ray's `Result`, plus the run's goodput; `checkpoint` is the newest committed one."""
+
+    goodput: GoodputReport | None = None
+
+
+class GoodputTrainer(TorchTrainer):
+    """A `TorchTrainer` with asynchronous checkpoints, an elastic data plane and a ledger.
+
+    Every argument of `TorchTrainer` keeps its meaning. Added:
+
+    datasets: `ShardedDataset` values feed `run.batches(name)`; other values go to Ray Train as usual.
+    checkpoint: when to save and what to keep.
+    failure: how many failures without progress end the run. Ignored, in favour of Ray's own policy, only if it is not given and
+        `RunConfig(failure_config=FailureConfig(max_failures=...))` is.
+    storage_options: for `storage_path`, in the spelling of s3fs (`key`, `secret`, `endpoint_url`, ...).
+    reproducible: deterministic kernels, and no re-sorting of gradient buckets in DDP (use `run.prepare_model`), so that a
+        run resumed at the same world size ends with bit-identical weights.
+    sample_log: write the ids of the samples of every step to the run's storage (for tests and audits; it costs time).
+    apply_batch_weight: scale gradients by `batch.weight` when the ranks' batches differ in size, so that their average
+        is the gradient of the global batch.
+
+    Raises (from `fit`):
+        GoodputError: bad input, in one sentence; nothing was started or half-written.
+        CrashLoopError: the failure budget is used up.
+        ray.train.TrainingFailedError: what Ray Train could not retry.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        datasets: Mapping[str, Any] | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        failure: FailureBudget | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        reproducible: bool = False,
+        sample_log: bool = False,
+        apply_batch_weight: bool = True,
+        scaling_config: ray.train.ScalingConfig | None = None,
+        run_config: ray.train.RunConfig | None = None,
+        **torch_trainer_arguments: Any,
+    ) -> None:
+        scaling_config = scaling_config or ray.train.ScalingConfig()
+        self._own_failure_policy = failure is not None or not _asks_for_rays_failure_policy(run_config)
+        self._failure = failure or FailureBudget()
+        run_config, run_store = resolve_storage(run_config or ray.train.RunConfig(), storage_options)
+        ours = {name: d for name, d in (datasets or {}).items() if isinstance(d, ShardedDataset)}
+        self._max_workers = _max_workers(scaling_config)
+        if self._max_workers < 1:
+            raise ConfigError("GoodputTrainer needs ScalingConfig(num_workers=...) of at least 1.")
+        for dataset in ours.values():
+            dataset.check_world(self._max_workers)
+        self._spec = TrainSpec(
+            run=RunSpec(
+                run=str(run_config.name),
+                store=run_store,
+                checkpoint=checkpoint or CheckpointConfig(),
+                target_world=self._max_workers,
+            ),
+            datasets=ours,
+            reproducible=reproducible,
+            sample_log=sample_log,
+            apply_batch_weight=apply_batch_weight,
+        )
+        super().__init__(
+            _in_session(train_loop_per_worker, self._spec),
+            datasets={name: d for name, d in (datasets or {}).items() if name not in ours},
+            scaling_config=scaling_config,
+            run_config=run_config,
+            **torch_trainer_arguments,
+        )
+
+    @property
+    def run_store(self) -> StoreSpec:
+        """The run's own folder in the storage."""
+        return self._spec.run.store
+
+    def fit(self) -> GoodputResult:
+        """Train to the end, through failures; goes on from the newest commit if the run name was used before."""
+        newest = self._prepare()
+        if not ray.is_initialized():
+            ray.init()
+        coordinator = start_coordinator(self._spec.run)
+        if newest is not None:
+            logger.info("Run %s goes on from the commit of step %d.", self._spec.run.run, newest.checkpoint.step)
+        report: GoodputReport | None = None
+        try:
+            result = super().fit()
+        except TrainingFailedError as error:
+            ours = goodput_error_in(error)
+            if ours is not None:
+                raise ours from error
+            gave_up = ray.get(coordinator.gave_up.remote())
+            if gave_up is not None:
+                raise CrashLoopError(gave_up) from error
+            raise
+        finally:
+            report, newest = _close_books(coordinator)
+            ray.kill(coordinator)
+        return GoodputResult(
+            **{f.name: getattr(result, f.name) for f in dataclasses.fields(ray.train.Result)} | {"checkpoint": self._checkpoint(newest)},
+            goodput=report,
+        )
+
+    def _prepare(self) -> CommitRecord | None:
+        """Find out what is wrong before anything is started; leave manifests in the storage."""
+        spec = self._spec.run
+        probe_storage(spec.store)
+        store = open_store(spec.store)
+        commits = CommitLog(run=spec.run, store=store, clock=SystemClock())
+        commits.open()
+        newest = commits.newest()
+        for name, dataset in self._spec.datasets.items():
+            prepare_dataset(store, name, dataset, newest.cursors if newest is not None else None)
+        return newest
+
+    def _initialize_and_run_controller(self, **kwargs: Any) -> ray.train.Result:
+        key = self._spec.run.key
+        if self._own_failure_policy:
+            kwargs["failure_policy"] = ProgressFailurePolicy(
+                self.run_config.failure_config, budget=self._failure, run_key=key
+            )
+        if self.scaling_config.elasticity_enabled:
+            kwargs["scaling_policy"] = FreshElasticScalingPolicy(self.scaling_config, run_key=key)
+        kwargs["callbacks"] = [*kwargs["callbacks"], GoodputCallback(self._spec.run)]
+        return super()._initialize_and_run_controller(**kwargs)
+
+    def _checkpoint(self, newest: CommitRecord | None) -> ray.train.Checkpoint | None:
+        if newest is None:
+            return None
+        root = Path(self.run_config.storage_path) / str(self.run_config.name)
+        return ray.train.Checkpoint(
+            (root / CHECKPOINTS / newest.checkpoint.folder).as_posix(), filesystem=self.run_config.storage_filesystem
+        )
+
+
+def _in_session(train_loop: Callable[..., Any], spec: TrainSpec) -> Callable[..., Any]:
+    """`train_loop` entered by our wrapper, with as many parameters as it had."""
+    takes_config = bool(inspect.signature(train_loop).parameters)
+    if takes_config:
+
+        @functools.wraps(train_loop)
+        def with_config(config: dict[str, Any]) -> Any:
+            return run_in_session(spec, functools.partial(train_loop, config))
+
+        return with_config
+
+    @functools.wraps(train_loop)
+    def without_config() -> Any:
+        return run_in_session(spec, train_loop)
+
+    return without_config
+
+
+def _close_books(coordinator: Any) -> tuple[GoodputReport | None, CommitRecord | None]:
+    """The final report, printed; None if the coordinator cannot answer: a run's result never depends on its books."""
+    try:
+        report, newest = ray.get(coordinator.finish.remote(), timeout=60)
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        logger.warning("The ledger could not be closed (%s); the run's result is not affected.", error)
+        return None, None
+    print(render_table(report), flush=True)
+    return report, newest
+
+
+def _max_workers(scaling: ray.train.ScalingConfig) -> int:
+    return scaling.max_workers if scaling.elasticity_enabled else int(scaling.num_workers)  # type: ignore[arg-type]
+
+
+def _asks_for_rays_failure_policy(run_config: ray.train.RunConfig | None) -> bool:
+    return run_config is not None and run_config.failure_config is not None and run_config.failure_config.max_failures != 0
