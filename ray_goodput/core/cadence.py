@@ -10,8 +10,8 @@ from ray_goodput.core.reliability import YEAR_S, optimal_interval_s, rate_poster
 from ray_goodput.errors import ConfigError
 
 PRIOR_FAILURES_PER_ACCELERATOR_YEAR = 0.173
-"""Where "auto" starts before the run has failures of its own: the unplanned interruptions of Llama 3's pre-training (419
-in 54 days on 16,384 accelerators, arXiv 2407.21783). Published rates differ by orders of magnitude, so this is a prior
+"""Where "auto" starts before the run has failures of its own: unplanned interruptions of Llama 3's pre-training (419 in
+54 days on 16,384 accelerators, arXiv 2407.21783). Published rates differ by orders of magnitude, so this is a prior
 that the run's own failures outweigh, not a fact."""
 
 MAX_STALL_SHARE = 0.05
