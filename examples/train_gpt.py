@@ -132,8 +132,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     args = vars(parser.parse_args())
     as_json = args.pop("json")
-    bounds = tuple(int(n) for n in args["workers"].split(":"))
-    args["workers"] = bounds if len(bounds) > 1 else bounds[0]
+    bounds = [int(n) for n in args["workers"].split(":")]
+    args["workers"] = (bounds[0], bounds[1]) if len(bounds) > 1 else bounds[0]
     args["every"] = int(args["every"]) if args["every"].isdigit() else args["every"]
     if not os.environ.get("RAY_ADDRESS"):
         ray.init("local", num_cpus=max(bounds[-1], os.cpu_count() or 1), include_dashboard=False)

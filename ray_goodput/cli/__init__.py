@@ -1,0 +1,1 @@
+"""The command `ray-goodput`. See README.md."""

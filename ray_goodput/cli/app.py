@@ -1,0 +1,115 @@
+"""The command line: arguments in, text or one JSON object out, one-line errors.
+
+Imports neither torch nor Ray: what a command needs is imported when it runs, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from ray_goodput.errors import ConfigError, GoodputError
+
+app = typer.Typer(
+    name="ray-goodput",
+    help="Checkpoints, data and restarts that lose nothing, for PyTorch on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+checkpoints = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True)
+app.add_typer(checkpoints, name="checkpoints")
+
+
+class Kill(StrEnum):
+    """What the demo kills in mid-run."""
+
+    WORKER = "worker"
+    NODE = "node"
+    NONE = "none"
+
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")
+]
+StorageOptions = Annotated[
+    str | None, typer.Option(help='JSON for the storage, for example {"key": ..., "secret": ..., "endpoint_url": ...}.')
+]
+
+
+@app.command()
+def demo(
+    kill: Annotated[Kill, typer.Option(help="What to kill in mid-run, with SIGKILL.")] = Kill.WORKER,
+    workers: Annotated[int, typer.Option(help="Training processes.", min=1)] = 2,
+    steps: Annotated[int, typer.Option(help="Optimizer steps: one epoch of a text cut to this length.", min=1)] = 120,
+    storage: Annotated[
+        str | None, typer.Option(help="Folder or s3:// URL. Default: a folder in the temporary folder.")
+    ] = None,
+    storage_options: StorageOptions = None,
+    logs: Annotated[bool, typer.Option(help="Show what Ray and the workers log, on standard error.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small GPT on this machine, kill a part of it in mid-run, and show that nothing was lost."""
+    from ray_goodput.cli.demo import DemoConfig, run_demo
+    from ray_goodput.cli.stdout import only_ours
+
+    config = DemoConfig(
+        kill=kill.value, workers=workers, steps=steps, storage=storage, storage_options=parse_options(storage_options)
+    )
+    with only_ours() as out:
+        result = run_demo(config, say=(lambda _: None) if as_json else lambda line: print(line, file=out), logs=logs)
+        print(json.dumps(result.to_dict()) if as_json else result.text(), file=out)
+
+
+@checkpoints.command("ls")
+def checkpoints_ls(
+    uri: Annotated[str, typer.Argument(help="A run's folder: STORAGE_PATH/RUN, local or s3://.")],
+    storage_options: StorageOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """List a run's checkpoints, newest first: what is committed, and what is not and why."""
+    from ray_goodput.cli.checkpoints import list_checkpoints, render
+    from ray_goodput.config import StoreSpec
+
+    rows = list_checkpoints(StoreSpec(uri=uri, options=parse_options(storage_options)))
+    if as_json:
+        print(json.dumps({"uri": uri, "checkpoints": [row.to_dict() for row in rows]}))
+    else:
+        print(render(rows))
+
+
+def parse_options(text: str | None) -> dict[str, Any]:
+    """The mapping behind `--storage-options`.
+
+    Raises:
+        ConfigError: not a JSON object. The text is not repeated: it may hold a secret.
+    """
+    if text is None:
+        return {}
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--storage-options is not JSON ({error}).") from None
+    if not isinstance(options, dict):
+        raise ConfigError(f'--storage-options must be a JSON object like {{"endpoint_url": ...}}, not {type(options)}.')
+    return options
+
+
+def main() -> None:
+    """Entry point of `ray-goodput`: exit code 0 only on success, 1 on an error of ours, 2 on wrong usage."""
+    try:
+        app()
+    except GoodputError as error:
+        print(f"ray-goodput: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("ray-goodput: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""`ray-goodput checkpoints ls`: what a run has in storage, judged by the commit records and a listing.
+
+Object bytes are not read: sizes are compared, checksums are not.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ray_goodput.clock import Clock, SystemClock
+from ray_goodput.config import StoreSpec
+from ray_goodput.core.commit import COMMIT_NAME, CheckpointId, CommitRecord
+from ray_goodput.errors import CorruptCheckpointError, ObjectNotFoundError
+from ray_goodput.storage import ObjectStore, open_store
+from ray_goodput.storage.checksum import xxh3_128_hex
+
+State = Literal["committed", "incomplete", "damaged"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRow:
+    """One checkpoint folder. `world_size` and `age_s` are None without a readable record; `reason` says why it is not
+    committed and is empty when it is.
+    """
+
+    step: int
+    attempt: int
+    world_size: int | None
+    size_bytes: int
+    age_s: float | None
+    state: State
+    reason: str
+    folder: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def list_checkpoints(spec: StoreSpec, *, clock: Clock | None = None) -> list[CheckpointRow]:
+    """The checkpoints of the run whose folder is `spec` (or of that run's `checkpoints` folder), newest first.
+
+    Raises:
+        ObjectNotFoundError: there is no checkpoint folder at all.
+        StorageError: the storage cannot be read.
+    """
+    clock = clock or SystemClock()
+    store = open_store(spec)
+    for prefix in ("checkpoints", ""):
+        ids = [i for i in map(CheckpointId.parse, store.list_folders(prefix)) if i is not None]
+        if ids:
+            return [_row(store, prefix, i, clock) for i in sorted(ids, reverse=True)]
+    raise ObjectNotFoundError(
+        f"There are no checkpoints at {store.uri}: give the folder of a run, STORAGE_PATH/RUN, which has a folder "
+        "named checkpoints once the first save has begun."
+    )
+
+
+def _row(store: ObjectStore, prefix: str, checkpoint: CheckpointId, clock: Clock) -> CheckpointRow:
+    root = f"{prefix}/{checkpoint.folder}".lstrip("/")
+    sizes = {info.key.removeprefix(f"{root}/"): info.size_bytes for info in store.list(root)}
+    record: CommitRecord | None = None
+    state: State = "committed"
+    reason = ""
+    if COMMIT_NAME not in sizes:
+        state, reason = "incomplete", f"no {COMMIT_NAME}: the save has not finished or never will"
+    else:
+        try:
+            record = CommitRecord.from_json(store.get(f"{root}/{COMMIT_NAME}"), xxh3_128_hex)
+        except (CorruptCheckpointError, ObjectNotFoundError) as error:  # not found: pruned since the listing
+            state, reason = "damaged", str(error)
+    if record is not None and (reason := _first_difference(record, sizes)):
+        state = "damaged"
+    return CheckpointRow(
+        step=checkpoint.step,
+        attempt=checkpoint.attempt,
+        world_size=record.world_size if record else None,
+        size_bytes=sum(sizes.values()),
+        age_s=max(0.0, clock.at_s() - record.committed_at_s) if record else None,
+        state=state,
+        reason=reason,
+        folder=root,
+    )
+
+
+def _first_difference(record: CommitRecord, sizes: Mapping[str, int]) -> str:
+    for expected in record.objects:
+        found = sizes.get(expected.name)
+        if found is None:
+            return f"{expected.name} is missing"
+        if found != expected.size_bytes:
+            return f"{expected.name} has {found} bytes, {expected.size_bytes} were committed"
+    return ""
+
+
+def render(rows: Sequence[CheckpointRow]) -> str:
+    """A terminal table of `rows`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("step", "attempt", "world", "size", "age", "state", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(
+            str(row.step),
+            str(row.attempt),
+            "-" if row.world_size is None else str(row.world_size),
+            human_bytes(row.size_bytes),
+            "-" if row.age_s is None else human_age(row.age_s),
+            row.state if not row.reason else f"{row.state}: {row.reason}",
+        )
+    out = io.StringIO()
+    Console(file=out, width=120).print(table)
+    return out.getvalue().rstrip()
+
+
+def human_bytes(size: float) -> str:
+    """`1536 -> "1.5 KiB"`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def human_age(seconds: float) -> str:
+    """`125 -> "2 min"`; rounded down to the largest whole unit."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{int(seconds)} s"

@@ -1,0 +1,145 @@
+"""A Ray cluster of several nodes on this machine, one of which can be lost, for `ray-goodput demo --kill node`.
+
+Each node is a `ray start --block` of its own, with its own local directory, as on a real cluster; the processes of
+a node are the children of that process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ray_goodput.errors import RunError
+
+_START_TIMEOUT_S = 60.0
+# A lost node is declared dead after 3 missed checks, a second apart, so that a demonstration need not wait.
+_HEAD_ENV = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    process: subprocess.Popen[bytes]
+    local_dir: Path
+
+
+class DemoCluster:
+    """A head without CPUs, and worker nodes with one CPU each. Not thread-safe but for `kill_node_of`."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+        self._root = Path()
+        self._nodes: list[_Node] = []
+        self.address = ""
+
+    def start(self) -> None:
+        """All nodes are up and `address` can be connected to.
+
+        Raises:
+            RunError: a node did not come up; the message has the end of its log.
+        """
+        self._root = Path(tempfile.mkdtemp(prefix="rg_demo_"))  # short: sockets below it have a limit of 107 characters
+        port = _free_port()
+        self.address = f"127.0.0.1:{port}"
+        head = [
+            "--head",
+            f"--port={port}",
+            "--node-ip-address=127.0.0.1",
+            "--num-cpus=0",
+            f"--temp-dir={self._root}/ray",
+        ]
+        self._add("head", [*head, "--include-dashboard=false", f"--ray-client-server-port={_free_port()}"], _HEAD_ENV)
+        self._wait_listening(port)
+        for i in range(self._num_nodes):
+            self._add(f"node-{i}", [f"--address={self.address}", "--node-ip-address=127.0.0.1", "--num-cpus=1"], {})
+
+    def check(self) -> None:
+        """Raises RunError if a node that was not killed is gone."""
+        for node in self._nodes:
+            if node.process.poll() is not None:
+                log = (node.local_dir / "start.log").read_text(errors="replace")
+                raise RunError(f"A Ray node of the demo ended with code {node.process.returncode}: {log[-500:]}")
+
+    def kill_node_of(self, pid: int) -> int:
+        """The node that runs process `pid` is gone, disk too: SIGKILL to its raylet first, then to all the others.
+
+        Returns how many processes were killed.
+        """
+        ancestors = {p.pid for p in psutil.Process(pid).parents()}
+        node = next(n for n in self._nodes if n.process.pid in ancestors)
+        self._nodes.remove(node)
+        num_killed = _kill_tree(node.process)
+        shutil.rmtree(node.local_dir, ignore_errors=True)
+        return num_killed
+
+    def close(self) -> None:
+        """Every process this cluster started is gone, and so are its folders."""
+        for node in reversed(self._nodes):
+            _kill_tree(node.process)
+        self._nodes.clear()
+        if self._root != Path():
+            shutil.rmtree(self._root, ignore_errors=True)
+
+    def _add(self, name: str, args: list[str], env: dict[str, str]) -> None:
+        local_dir = self._root / name
+        local_dir.mkdir(parents=True)
+        with (local_dir / "start.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *args],
+                env={**os.environ, **env, "RAY_GOODPUT_LOCAL_DIR": str(local_dir)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the driver, which ends the nodes itself
+            )
+        self._nodes.append(_Node(process, local_dir))
+
+    def _wait_listening(self, port: int) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self.check()
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    return
+            time.sleep(0.1)
+        raise RunError(f"The demo's Ray head did not listen on {self.address} within {_START_TIMEOUT_S:.0f} s.")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> int:
+    try:
+        root = psutil.Process(process.pid)
+        family = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        family = []
+    family.sort(
+        key=lambda p: "raylet" not in _name(p)
+    )  # the raylet first, so that it cannot tell anyone about the rest
+    for member in family:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs([p for p in family if p.pid != process.pid], timeout=10)
+    process.wait(timeout=10)
+    return len(family)
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
