@@ -33,11 +33,10 @@ import pyarrow as pa
 from ray_goodput.data.cache_file import CorruptFileError, content_name, file_bytes, map_table, read_trailer, verify
 from ray_goodput.data.cache_file import write_file as _write_file
 from ray_goodput.data.cache_lock import is_linked, lock_file, lock_within
-from ray_goodput.data.cache_room import SUFFIX, CachedFile, CacheRoom, NextUse, remove_unless_open
+from ray_goodput.data.cache_room import SUFFIX, CachedFile, CacheRoom, Ranking, remove_unless_open
 from ray_goodput.errors import CacheFullError
-from ray_goodput.storage.disk import fsync_folder
 
-__all__ = ["CacheStats", "CachedFile", "CachedShard", "NextUse", "NodeCache", "content_name"]
+__all__ = ["CacheStats", "CachedFile", "CachedShard", "NodeCache", "Ranking", "content_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +112,10 @@ class NodeCache:
             logger.info("removed %d leftovers of processes that died from the cache %s", removed, self.root)
         return self
 
-    def rank_by(self, next_use: NextUse | None) -> None:
-        """From now on eviction takes what `next_use` says is needed last, and never anything needed before the shard
-        that room is made for. A name it does not know (inf) goes first. None: least recently opened first."""
-        self._room.next_use = next_use
+    def rank_by(self, ranking: Ranking | None) -> None:
+        """Eviction takes first what `ranking()` (asked once per eviction) does not name, then what is needed last, and
+        never anything needed before the shard that room is made for. None: least recently opened first."""
+        self._room.ranking = ranking
 
     def path(self, name: str) -> Path:
         """Where the data shard of that content name lies, if it is cached."""
@@ -178,8 +177,7 @@ class NodeCache:
             with self.reserve(size_bytes, name) as folder:
                 try:
                     _write_file(folder / "table", table)
-                    (folder / "table").replace(path)
-                    fsync_folder(path.parent)
+                    self._room.publish(folder, folder / "table", path)
                     return size_bytes
                 except OSError as error:
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT):

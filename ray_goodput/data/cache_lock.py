@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _FIRST_PAUSE_S = 0.002
-_LONGEST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 0.02
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:
@@ -25,7 +25,7 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
 def lock_within(fd: int, timeout_s: float, *, shared: bool = False) -> bool:
     """True once the open file `fd` is locked, False if that took longer than `timeout_s`.
 
-    Asks again after 2 ms, then ever more rarely up to every 100 ms: the kernel has no wait with a deadline, and a wait
+    Asks again after 2 ms, then ever more rarely up to every 20 ms: the kernel has no wait with a deadline, and a wait
     without one would hang behind a stopped process.
     """
     deadline = time.monotonic() + timeout_s

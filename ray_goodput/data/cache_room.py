@@ -11,14 +11,14 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ray_goodput.data.cache_lock import is_linked, lock_file, try_lock
 from ray_goodput.errors import CacheFullError
-from ray_goodput.storage.disk import free_bytes
+from ray_goodput.storage.disk import free_bytes, fsync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ SUFFIX = ".arrow"
 _ADMISSION_TIMEOUT_S = 30.0
 _NEVER = float("inf")
 
-NextUse = Callable[[str], float]
-"""From a content name to how far ahead it is needed next (any unit, 0 is now, inf is never or unknown)."""
+Ranking = Callable[[], Mapping[str, float]]
+"""Content names that are needed soon, and how far ahead each is: 0 is now, the unit is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class CacheRoom:
         self.root = root
         self.limit_bytes = limit_bytes
         self.min_free_bytes = min_free_bytes
-        self.next_use: NextUse | None = None
+        self.ranking: Ranking | None = None
         self._scratch = root / "tmp"
 
     def files(self) -> Iterator[CachedFile]:
@@ -89,16 +89,24 @@ class CacheRoom:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
+    def publish(self, folder: Path, written: Path, path: Path) -> None:
+        """The file `written` in the reservation `folder` becomes `path`, and the reservation ends in the same moment:
+        nobody who decides about room sees its bytes twice, or not at all."""
+        with self._admission():
+            written.replace(path)
+            shutil.rmtree(folder, ignore_errors=True)
+        fsync_folder(path.parent)
+
     def evict(self, need_bytes: int, what: str | None = None) -> tuple[int, int]:
         """Removes files until `need_bytes` are freed or none is left that may go; returns (bytes, files) removed.
 
-        Farthest next use first by the ranking; among those without one, least recently opened first.
+        First what the ranking does not know, least recently opened first; then by the ranking, farthest first.
         """
-        rank = self.next_use
-        own = _NEVER if rank is None or what is None else rank(what)
-        if own == _NEVER:  # outside the ranking: asked for by somebody who waits for it now
+        ranks = self.ranking() if self.ranking is not None else {}
+        own = _NEVER if what is None else ranks.get(what, _NEVER)
+        if own <= 0 or own == _NEVER:  # needed now, or outside the ranking: somebody waits for it
             own = -1.0
-        candidates = [(_NEVER if rank is None else rank(file.name), file) for file in self.files()]
+        candidates = [(ranks.get(file.name, _NEVER), file) for file in self.files()]
         candidates.sort(key=lambda pair: (-pair[0], pair[1].used_at_s))
         freed = count = 0
         for use, file in candidates:

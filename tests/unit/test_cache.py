@@ -166,7 +166,7 @@ def test_with_a_ranking_the_farthest_next_use_goes_first_and_nothing_needed_soon
     size = file_bytes(table_of(1000))
     cache = NodeCache(tmp_path, limit_bytes=3 * size, min_free_bytes=0).open()
     next_use = dict(zip(NAMES, [5.0, 1.0, 9.0, 4.0, 8.0], strict=False))
-    cache.rank_by(lambda name: next_use.get(name, float("inf")))
+    cache.rank_by(lambda: next_use)
     for i in range(3):
         cache.write(NAMES[i], table_of(1000))
         age(cache, NAMES[i], 1000 - i)

@@ -1,0 +1,138 @@
+"""What a process needs to fetch a dataset's shards in the order in which some ranks will need them: plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ray_goodput.config import StoreSpec
+from ray_goodput.core.order import SampleOrder
+from ray_goodput.core.placement import live_set, shard_visits
+from ray_goodput.data.cache import NodeCache
+from ray_goodput.data.lookahead import LookAhead, first_needs
+from ray_goodput.data.shard_fetcher import ShardFetcher, TableFormat
+from ray_goodput.errors import CacheFullError
+
+if TYPE_CHECKING:
+    from ray_goodput.data.dataset import ShardedDataset
+    from ray_goodput.data.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedSpec:
+    """Which ranks read, from where: `start` is samples consumed; `epochs` counts from position 0, None has no end."""
+
+    start: int
+    dp_ranks: tuple[int, ...]
+    dp_world: int
+    epochs: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchSpec:
+    """A dataset without its user's code (`transform`, `collate`): what any process needs to fetch and to look ahead.
+
+    Picklable. `manifest` is `Manifest.to_bytes()`.
+    """
+
+    manifest_digest: str
+    manifest: bytes = field(repr=False)
+    store: StoreSpec
+    format: TableFormat
+    columns: tuple[str, ...] | None
+    seed: int
+    lanes: int
+    window: int
+    global_batch_size: int
+    prefetch_shards: int
+    cache_limit_bytes: int | None
+    pin: bool
+
+    @classmethod
+    def of(cls, dataset: ShardedDataset, manifest: Manifest) -> FetchSpec:
+        """The part of `dataset` that fetching needs."""
+        order = dataset.order(manifest)
+        return cls(
+            manifest_digest=manifest.digest,
+            manifest=manifest.to_bytes(),
+            store=dataset.store_spec,
+            format=dataset.format_impl(),
+            columns=None if dataset.columns is None else tuple(dataset.columns),
+            seed=order.seed,
+            lanes=order.lanes,
+            window=order.window,
+            global_batch_size=dataset.global_batch_size,
+            prefetch_shards=dataset.prefetch_shards,
+            cache_limit_bytes=dataset.cache_limit_bytes,
+            pin=dataset.on_change == "fail",
+        )
+
+    def open_manifest(self) -> Manifest:
+        """The manifest, decoded."""
+        from ray_goodput.data.manifest import Manifest
+
+        return Manifest.from_bytes(self.manifest)
+
+    def fetcher(self, cache: NodeCache, manifest: Manifest | None = None) -> ShardFetcher:
+        """A fetcher with a store of its own, opened here: stores survive neither a fork nor a pickle."""
+        from ray_goodput.storage import open_store
+
+        manifest = self.open_manifest() if manifest is None else manifest
+        return ShardFetcher(manifest, open_store(self.store), self.format, cache, self.columns, pin=self.pin)
+
+    def order(self, manifest: Manifest) -> SampleOrder:
+        """The order of samples; the same as the dataset's."""
+        return SampleOrder(manifest.rows, seed=self.seed, lanes=self.lanes, window=self.window)
+
+    def look_ahead(
+        self, order: SampleOrder, manifest: Manifest, feed: FeedSpec, *, consumed: int | None = None
+    ) -> LookAhead:
+        """The shards that the ranks of `feed` will need, from `feed.start` on, with the consumer at `consumed`.
+
+        It reaches `prefetch_shards` beyond the next batch, and at most half the cache's limit in bytes of objects.
+
+        Raises:
+            CacheFullError: what the ranks need at once does not fit the cache.
+        """
+        live = live_set(order, self.global_batch_size, feed.dp_ranks, feed.dp_world)
+        limit = self.cache_limit_bytes
+        if limit is not None:
+            _check_live_set(manifest, live, limit)
+        stop = None if feed.epochs is None else feed.epochs * order.num_samples
+        visits = shard_visits(order, feed.start, stop, self.global_batch_size, feed.dp_ranks, feed.dp_world)
+        return LookAhead(
+            first_needs(visits),
+            shard_bytes=lambda data_shard: manifest.shard(data_shard).size_bytes,
+            consumed=feed.start if consumed is None else max(feed.start, consumed),
+            batch_samples=self.global_batch_size,
+            max_shards=self.prefetch_shards,
+            max_bytes=None if limit is None else limit // 2,
+            live_shards=live,
+        )
+
+
+def rank_by_need(cache: NodeCache, feeds: Sequence[tuple[ShardFetcher, LookAhead]]) -> None:
+    """From now on `cache` evicts what none of `feeds` needs soon, then what they need last."""
+
+    def ranking() -> dict[str, float]:
+        ranks: dict[str, float] = {}
+        for fetcher, ahead in feeds:
+            for data_shard, use in ahead.next_uses().items():
+                name = fetcher.name(data_shard)
+                ranks[name] = min(use, ranks.get(name, use))
+        return ranks
+
+    cache.rank_by(ranking)
+
+
+def _check_live_set(manifest: Manifest, live: int, limit_bytes: int) -> None:
+    """A lower bound: objects are often smaller than what they hold."""
+    sizes = sorted((manifest.shard(i).size_bytes for i in range(manifest.num_shards)), reverse=True)
+    need = sum(sizes[:live])
+    if need > limit_bytes:
+        raise CacheFullError(
+            f"The ranks of this node read from up to {live} data shards at once, {need} bytes, and the cache's limit "
+            f"is {limit_bytes} bytes: set cache_limit_bytes to at least {2 * need}, or use fewer lanes, a smaller "
+            f"window or smaller data shards."
+        )

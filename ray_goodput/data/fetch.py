@@ -1,0 +1,114 @@
+"""Data shards for one process without Ray: threads that fetch ahead of the consumer into the node's cache."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from ray_goodput.config import environment
+from ray_goodput.core.order import SampleOrder
+from ray_goodput.data.cache import NodeCache
+from ray_goodput.data.feed import FeedSpec, FetchSpec, rank_by_need
+from ray_goodput.data.lookahead import LookAhead
+from ray_goodput.data.shard_fetcher import ShardFetcher
+from ray_goodput.errors import GoodputError
+
+if TYPE_CHECKING:
+    from ray_goodput.data.dataset import ShardedDataset
+    from ray_goodput.data.loader import ShardSource
+    from ray_goodput.data.manifest import Manifest
+
+__all__ = ["LocalShardSource", "ShardFetcher", "open_local_source"]
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 3600.0  # how long one wait for the consumer may last before it is begun again
+
+
+class LocalShardSource:
+    """A `ShardSource` whose prefetching runs in threads of this process; `start()` begins it, `close()` ends it."""
+
+    def __init__(self, fetcher: ShardFetcher, ahead: LookAhead, *, num_threads: int = 4) -> None:
+        self._fetcher = fetcher
+        self._ahead = ahead
+        self._mutex = threading.Lock()
+        self._next = 0
+        self._threads = [
+            threading.Thread(target=self._prefetch, name=f"ray-goodput-prefetch-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+
+    def start(self) -> LocalShardSource:
+        """Prefetching runs. Returns itself."""
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def table(self, data_shard: int) -> pa.Table:
+        """The data shard, memory-mapped; fetched now if the prefetching has not got there.
+
+        Raises:
+            ShardReadError, ObjectChangedError, CacheFullError: it cannot be had.
+        """
+        return self._fetcher.table(data_shard)
+
+    def advance(self, samples_consumed: int) -> None:
+        """The consumer is at that stream position; prefetching follows."""
+        self._ahead.advance(samples_consumed)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Prefetching ends; a fetch on the way gets `timeout_s` to finish."""
+        self._ahead.close()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _prefetch(self) -> None:
+        while not self._ahead.closed:
+            with self._mutex:  # one thread waits for the consumer, the others for it: shards are taken in order
+                found = self._ahead.at(self._next)
+                if found is None:
+                    return
+                number, need = found
+                if not self._ahead.admitted(number, _WAIT_S):
+                    continue
+                self._next = number + 1
+            try:
+                self._fetcher.ensure(need.data_shard)
+            except (GoodputError, OSError) as error:
+                # Not an error yet: the consumer fetches it itself when it gets there, and raises if that fails too.
+                logger.warning("cannot prefetch data shard %d: %s", need.data_shard, error)
+
+
+def open_local_source(
+    dataset: ShardedDataset,
+    manifest: Manifest,
+    order: SampleOrder,
+    *,
+    start: int,
+    epochs: int | None,
+    dp_rank: int,
+    dp_world: int,
+    cache_dir: str | Path | None = None,
+) -> ShardSource:
+    """A source for one rank from stream position `start` on, prefetching already.
+
+    cache_dir: folder of the node's cache; default: `cache` in the node's local directory (`RAY_GOODPUT_LOCAL_DIR`).
+
+    Raises:
+        CacheFullError: the shards needed at once do not fit `dataset.cache_limit_bytes`.
+    """
+    spec = FetchSpec.of(dataset, manifest)
+    root = Path(cache_dir) if cache_dir is not None else environment().local_dir / "cache"
+    cache = NodeCache(root, limit_bytes=spec.cache_limit_bytes).open()
+    fetcher = spec.fetcher(cache, manifest)
+    feed = FeedSpec(start=start, dp_ranks=(dp_rank,), dp_world=dp_world, epochs=epochs)
+    ahead = spec.look_ahead(order, manifest, feed)
+    rank_by_need(cache, [(fetcher, ahead)])
+    return LocalShardSource(fetcher, ahead).start()

@@ -1,0 +1,163 @@
+"""Which data shards come next, how far ahead of the consumer they may be fetched, and which are needed last."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from ray_goodput.core.placement import ShardVisit
+
+
+class Need(NamedTuple):
+    """Data shard `data_shard` is first needed, in its epoch, by the sample at stream index `position`."""
+
+    position: int
+    data_shard: int
+
+
+def first_needs(visits: Iterable[ShardVisit]) -> Iterator[Need]:
+    """Each data shard once an epoch, at its first visit. Lazy."""
+    epoch = -1
+    seen: set[int] = set()
+    for visit in visits:
+        if visit.epoch != epoch:
+            epoch = visit.epoch
+            seen.clear()
+        if visit.data_shard not in seen:
+            seen.add(visit.data_shard)
+            yield Need(visit.position, visit.data_shard)
+
+
+class LookAhead:
+    """A sequence of needs, numbered from 0, and the consumer's place in it. Thread-safe.
+
+    The *head* is the first need that the consumer's next global batch does not have yet. Need i is admitted, that is
+    may be fetched, if i < head + max_shards and the bytes from the head to it are at most `max_bytes`; the head itself
+    always is. Endless sequences are fine: only what is asked for is generated.
+
+    needs: by position, from the consumer's start on.
+    shard_bytes: size of a data shard, for `max_bytes`.
+    consumed: samples consumed when it starts.
+    batch_samples: samples of a global batch.
+    live_shards: how many of the needs just before the head may still be read from (`core.placement.live_set`).
+    """
+
+    def __init__(
+        self,
+        needs: Iterator[Need],
+        *,
+        shard_bytes: Callable[[int], int],
+        consumed: int,
+        batch_samples: int,
+        max_shards: int,
+        max_bytes: int | None = None,
+        live_shards: int = 0,
+    ) -> None:
+        self._needs = needs
+        self._shard_bytes = shard_bytes
+        self._consumed = consumed
+        self._batch_samples = batch_samples
+        self._max_shards = max(1, max_shards)
+        self._max_bytes = max_bytes
+        self._live_shards = live_shards
+        self._changed = threading.Condition()
+        self._known: deque[Need] = deque()  # needs base .. base + len - 1
+        self._base = 0
+        self._exhausted = False
+        self._closed = False
+        self._head = 0
+        with self._changed:
+            self._move_head()
+
+    @property
+    def consumed(self) -> int:
+        """Samples consumed, as far as was told."""
+        return self._consumed
+
+    @property
+    def head(self) -> int:
+        """Number of the first need after the consumer's next batch."""
+        return self._head
+
+    def at(self, number: int) -> tuple[int, Need] | None:
+        """Need `number` with its number, or the first later one that is not done; None if there is none."""
+        with self._changed:
+            number = max(number, self._base)
+            self._generate_to(number + 1)
+            return (number, self._known[number - self._base]) if number < self._base + len(self._known) else None
+
+    def advance(self, samples_consumed: int) -> None:
+        """The consumer has consumed that many samples; going back is ignored (a late message)."""
+        with self._changed:
+            if samples_consumed > self._consumed:
+                self._consumed = samples_consumed
+                self._move_head()
+                self._changed.notify_all()
+
+    def admitted(self, number: int, timeout_s: float) -> bool:
+        """True once need `number` may be fetched; False after `timeout_s`, or at once when closed."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._closed:
+                if self._may_fetch(number):
+                    return True
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    return not self._closed and self._may_fetch(number)
+        return False
+
+    def next_uses(self, limit: int = 4096) -> dict[int, float]:
+        """How many needs ahead of the consumer each shard is: 0 if it may be in use, at most `limit` of them."""
+        with self._changed:
+            start = max(self._base, self._head - self._live_shards)
+            self._generate_to(start + limit)
+            uses: dict[int, float] = {}
+            for number, need in enumerate(islice(self._known, start - self._base, None), start):
+                uses.setdefault(need.data_shard, float(max(0, number - self._head + 1)))
+            return uses
+
+    def close(self) -> None:
+        """Whoever waits is told to stop."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def _may_fetch(self, number: int) -> bool:
+        if number <= self._head:
+            return True
+        if number >= self._head + self._max_shards:
+            return False
+        if self._max_bytes is None:
+            return True
+        self._generate_to(number + 1)
+        coming = islice(self._known, self._head - self._base, number + 1 - self._base)
+        return sum(self._shard_bytes(need.data_shard) for need in coming) <= self._max_bytes
+
+    def _generate_to(self, stop: int) -> None:
+        while not self._exhausted and self._base + len(self._known) < stop:
+            need = next(self._needs, None)
+            if need is None:
+                self._exhausted = True
+                return
+            self._known.append(need)
+
+    def _move_head(self) -> None:
+        needed_before = self._consumed + self._batch_samples
+        while True:
+            self._generate_to(self._head + 1)
+            if self._head >= self._base + len(self._known):
+                break
+            if self._known[self._head - self._base].position >= needed_before:
+                break
+            self._head += 1
+        while self._base < self._head - self._live_shards:  # forget what is done
+            self._known.popleft()
+            self._base += 1

@@ -1,0 +1,204 @@
+"""From the object store into the node's cache: one data shard at a time, by whoever needs it first."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Protocol
+
+import pyarrow as pa
+
+from ray_goodput.data.cache import NodeCache, content_name
+from ray_goodput.errors import (
+    CacheFullError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    ShardReadError,
+    StorageAccessError,
+    StorageError,
+)
+from ray_goodput.storage.protocol import ObjectInfo, ObjectStore
+
+if TYPE_CHECKING:
+    from ray_goodput.data.manifest import DataShard, Manifest
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+_FIRST_PAUSE_S = 0.1
+_OPEN_ATTEMPTS = 4
+
+
+class TableFormat(Protocol):
+    """What the fetcher needs of a `data.formats.ShardFormat`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def read_table(self, path: Path) -> pa.Table: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Outcome of `ShardFetcher.ensure`: bytes that crossed the network for it, 0 if the shard was cached."""
+
+    fetched_bytes: int = 0
+
+
+class ShardFetcher:
+    """Brings data shards of one dataset into the node's cache. Thread-safe; not picklable (it holds an open store).
+
+    columns: what of each shard is kept; None: everything.
+    pin: False: take objects as they are now (`on_change="accept"`), not as the manifest saw them.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        store: ObjectStore,
+        fmt: TableFormat,
+        cache: NodeCache,
+        columns: Sequence[str] | None = None,
+        *,
+        pin: bool = True,
+    ) -> None:
+        self.manifest = manifest
+        self.cache = cache
+        self._store = store
+        self._format = fmt
+        self._columns = None if columns is None else list(columns)
+        self._pin = pin
+        self._mutex = threading.Lock()
+        self._names: dict[int, str] = {}
+        self._in_flight: dict[str, threading.Event] = {}
+
+    def name(self, data_shard: int) -> str:
+        """Content name of a data shard in the cache."""
+        known = self._names.get(data_shard)
+        if known is not None:
+            return known
+        shard = self.manifest.shard(data_shard)
+        name = self._names[data_shard] = content_name(
+            uri=self.manifest.uri,
+            key=shard.key,
+            etag=shard.etag,
+            size_bytes=shard.size_bytes,
+            transform=self._format.name,
+            columns=self._columns,
+        )
+        return name
+
+    def ensure(self, data_shard: int) -> Fetched:
+        """The data shard is cached. Fetched at most once at a time by all threads and processes of the node.
+
+        Raises:
+            ObjectChangedError: the object is not the one the manifest saw.
+            ShardReadError: it cannot be fetched, decoded, or has other rows or columns than it should.
+            CacheFullError: the cache has no room for it.
+        """
+        name = self.name(data_shard)
+        if self.cache.contains(name):
+            return Fetched()
+        with self._alone(name), self.cache.fetching(name):
+            if self.cache.contains(name):
+                return Fetched()
+            return self._fetch(self.manifest.shard(data_shard), name)
+
+    def table(self, data_shard: int) -> pa.Table:
+        """The data shard, memory-mapped from the cache, fetched first if need be. Raises as `ensure` does."""
+        name = self.name(data_shard)
+        for _ in range(_OPEN_ATTEMPTS):
+            cached = self.cache.open_table(name)
+            if cached is not None:
+                return cached.table
+            self.ensure(data_shard)
+        raise lost_again(self.manifest, data_shard, self.cache)
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """Threads of one process wait here for each other: sooner awake than by the kernel's lock."""
+        while True:
+            with self._mutex:
+                running = self._in_flight.get(name)
+                if running is None:
+                    mine = self._in_flight[name] = threading.Event()
+                    break
+            running.wait()
+        try:
+            yield
+        finally:
+            with self._mutex:
+                del self._in_flight[name]
+            mine.set()
+
+    def _fetch(self, shard: DataShard, name: str) -> Fetched:
+        pause_s = _FIRST_PAUSE_S
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                table = self._download(shard, name)
+                break
+            except (ObjectChangedError, CacheFullError):
+                raise
+            except (ObjectNotFoundError, StorageAccessError) as error:
+                raise ShardReadError(f"{self._title(shard)} cannot be fetched: {error}") from error
+            except (StorageError, ShardReadError, pa.ArrowException, OSError, ValueError) as error:
+                if not left:
+                    raise ShardReadError(
+                        f"{self._title(shard)} could not be fetched and decoded in {_ATTEMPTS} attempts, the last one "
+                        f"failed with {type(error).__name__}: {error} If the object is damaged, replace it and start "
+                        f"the run anew, or leave it out of the dataset's pattern."
+                    ) from error
+                logger.info("%s: attempt failed, %d left: %s", self._title(shard), left, error)
+                time.sleep(pause_s * (0.5 + random.random()))
+                pause_s *= 2
+        self.cache.write(name, self._checked(shard, table))
+        self.cache.count_fetched(shard.size_bytes)
+        return Fetched(shard.size_bytes)
+
+    def _download(self, shard: DataShard, name: str) -> pa.Table:
+        with self.cache.reserve(shard.size_bytes, name) as folder:
+            raw = folder / (PurePosixPath(shard.key).name[-200:] or "object")
+            etag = shard.etag if self._pin else None
+            info: ObjectInfo = self._store.download_file(shard.key, raw, etag=etag)
+            if self._pin and info.size_bytes != shard.size_bytes:
+                raise ObjectChangedError(
+                    f"{self._title(shard)} has {info.size_bytes} bytes, it had {shard.size_bytes} when the run's "
+                    f'manifest was made. Restore the object, or start a new run; on_change="accept" takes it as it is.'
+                )
+            landed = raw.stat().st_size
+            if landed != info.size_bytes:
+                raise StorageError(f"{landed} of {info.size_bytes} bytes arrived.")
+            return self._format.read_table(raw)
+
+    def _checked(self, shard: DataShard, table: pa.Table) -> pa.Table:
+        if table.num_rows != shard.rows:
+            raise ShardReadError(
+                f"{self._title(shard)} has {table.num_rows} rows, the manifest says {shard.rows}: start a new run to "
+                f"have the manifest made anew."
+            )
+        if self._columns is not None:
+            missing = [column for column in self._columns if column not in table.column_names]
+            if missing:
+                raise ShardReadError(
+                    f"{self._title(shard)} has no column {missing}, only {table.column_names}: correct columns=."
+                )
+            table = table.select(self._columns)
+        return table.unify_dictionaries().combine_chunks()
+
+    def _title(self, shard: DataShard) -> str:
+        return f"Data shard {shard.index} ({self._store.uri.rstrip('/')}/{shard.key})"
+
+
+def lost_again(manifest: Manifest, data_shard: int, cache: NodeCache) -> ShardReadError:
+    """The error for a shard that was fetched and was not there when it was opened, again and again."""
+    return ShardReadError(
+        f"Data shard {data_shard} ({manifest.shard(data_shard).key}) was fetched {_OPEN_ATTEMPTS} times into the "
+        f"cache {cache.root} and each time was evicted or damaged before it could be opened. Raise cache_limit_bytes, "
+        f"or check the disk."
+    )
