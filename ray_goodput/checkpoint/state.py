@@ -206,7 +206,7 @@ def _checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
             f"{name} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}: only dense tensors with memory "
             "can be saved."
         )
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor  # detaching a DTensor is slow
 
 
 def _is_plain_list(value: list[Any]) -> bool:

@@ -1,0 +1,323 @@
+"""Slots: files in shared memory that hold one rank's share of a save until it is safe elsewhere.
+
+A slot outlives the process that filled it. A *sidecar* (`<slot>.json`) says what lies in it and exists exactly while
+the content is complete, so a vault can finish the work of a dead worker. The owner keeps a lock on the file (`flock`,
+freed by the kernel when the process dies), so that a slot nobody owns can be told from one being filled.
+
+    FREE --claim--> STAGING --staged--> STAGED --flushed--> FLUSHED --uploaded--> UPLOADED --committed--> COMMITTED
+    STAGING --abort--> FREE;  STAGED may go to UPLOADED directly;  release brings STAGED and all later ones to FREE
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import mmap
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ray_goodput.checkpoint.image import ImageLayout
+from ray_goodput.core.commit import METADATA_NAME, CheckpointId, Extent, StagedSlice
+from ray_goodput.errors import CheckpointError, CorruptCheckpointError, StagingFullError
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+_SUFFIX = ".slot"
+_SIDECAR_VERSION = 1
+
+
+class SlotState(Enum):
+    """What a slot's bytes are."""
+
+    FREE = auto()
+    STAGING = auto()
+    STAGED = auto()
+    FLUSHED = auto()
+    UPLOADED = auto()
+    COMMITTED = auto()
+
+
+class SlotEvent(Enum):
+    """What happened to a slot."""
+
+    CLAIM = auto()
+    ABORT = auto()
+    STAGED = auto()
+    FLUSHED = auto()
+    UPLOADED = auto()
+    COMMITTED = auto()
+    RELEASE = auto()
+
+
+_TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
+    (SlotState.FREE, SlotEvent.CLAIM): SlotState.STAGING,
+    (SlotState.STAGING, SlotEvent.ABORT): SlotState.FREE,
+    (SlotState.STAGING, SlotEvent.STAGED): SlotState.STAGED,
+    (SlotState.STAGED, SlotEvent.FLUSHED): SlotState.FLUSHED,
+    (SlotState.STAGED, SlotEvent.UPLOADED): SlotState.UPLOADED,
+    (SlotState.FLUSHED, SlotEvent.UPLOADED): SlotState.UPLOADED,
+    (SlotState.UPLOADED, SlotEvent.COMMITTED): SlotState.COMMITTED,
+    (SlotState.STAGED, SlotEvent.RELEASE): SlotState.FREE,
+    (SlotState.FLUSHED, SlotEvent.RELEASE): SlotState.FREE,
+    (SlotState.UPLOADED, SlotEvent.RELEASE): SlotState.FREE,
+    (SlotState.COMMITTED, SlotEvent.RELEASE): SlotState.FREE,
+}
+
+
+def transition(state: SlotState, event: SlotEvent) -> SlotState:
+    """The state after `event`. Pure.
+
+    Raises:
+        CheckpointError: the event cannot happen in this state.
+    """
+    after = _TRANSITIONS.get((state, event))
+    if after is None:
+        raise CheckpointError(f"A staging slot that is {state.name} cannot be {event.name.lower()}.")
+    return after
+
+
+class Slot:
+    """One mapped file. `open` does the work: room is reserved and every page touched, so that a save meets neither a
+    full file system (which would kill the process) nor a page fault.
+
+    Not thread-safe; a `Stager` guards it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.state = SlotState.FREE
+        self.views: list[torch.Tensor] = []
+        self.layout: ImageLayout | None = None
+        self._fd = -1
+        self._size = 0
+        self._map: mmap.mmap | None = None
+        self._pinned: int | None = None
+
+    def open(self, layout: ImageLayout, tail_bytes: int) -> None:
+        """The slot has room for the image and `tail_bytes` more, and holds the image's envelopes.
+
+        Raises:
+            StagingFullError: the file system has no room.
+        """
+        self._reserve(max(layout.size_bytes + tail_bytes, mmap.PAGESIZE))
+        if self.layout is layout:
+            return
+        self._forget_image()
+        self._map = mmap.mmap(self._fd, max(layout.size_bytes, mmap.PAGESIZE))
+        np.frombuffer(self._map, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
+        layout.write_envelopes(self._map)
+        self.views = layout.views(self._map)
+        self.layout = layout
+        self._pin(layout.size_bytes)
+
+    def write_tail(self, offset: int, data: bytes) -> None:
+        """Bytes behind the image; the file grows when they need more room.
+
+        Raises:
+            StagingFullError: the file system has no room.
+        """
+        if offset + len(data) > self._size:
+            self._reserve(offset + len(data))
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self._fd, data[written:], offset + written)
+
+    def close(self, *, remove: bool) -> None:
+        """The mapping and the lock are gone; with `remove`, the file and its sidecar too."""
+        self._forget_image()
+        if remove:
+            remove_slot(self.path)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _reserve(self, size: int) -> None:
+        if self._fd < 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+        if size <= self._size:
+            return
+        try:
+            os.posix_fallocate(self._fd, self._size, size - self._size)
+        except OSError as error:
+            os.ftruncate(self._fd, self._size)  # what little was reserved is given back
+            free = shutil.disk_usage(self.path.parent).free
+            raise StagingFullError(
+                f"Staging needs {_mib(size - self._size)} more in {self.path.parent}, which has {_mib(free)} free "
+                f"({error.strerror}). Training goes on from the last commit. Give the container a larger /dev/shm, or "
+                "set CheckpointConfig(staging_dir=...) to a folder on NVMe."
+            ) from error
+        self._size = size
+
+    def _pin(self, size: int) -> None:
+        if self._map is None or not size or not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+            return
+        address = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
+        code = int(_cudart().cudaHostRegister(address, size, 0))
+        if code:
+            logger.warning("Staging slot %s could not be pinned (CUDA error %d): saves stall longer.", self.path, code)
+        else:
+            self._pinned = address
+
+    def _forget_image(self) -> None:
+        if self._pinned is not None:
+            _cudart().cudaHostUnregister(self._pinned)
+            self._pinned = None
+        self.views, self.layout, self._map = [], None, None  # unmapped when the last view is gone
+
+
+def new_slot_path(folder: Path, world_rank: int) -> Path:
+    """A path that no other slot has."""
+    return folder / f"rank-{world_rank:05d}-{uuid.uuid4().hex[:12]}{_SUFFIX}"
+
+
+def remove_slot(path: str | os.PathLike[str]) -> None:
+    """The slot and its sidecar do not exist afterwards; the sidecar goes first, since it vouches for the slot."""
+    for gone in (sidecar_path(path), Path(path)):
+        gone.unlink(missing_ok=True)
+
+
+def is_owned(path: str | os.PathLike[str]) -> bool:
+    """True while the process that made the slot lives."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+
+
+def slots_in(folder: str | os.PathLike[str]) -> list[Path]:
+    """All slots of a folder, with or without a sidecar."""
+    return sorted(Path(folder).glob(f"*{_SUFFIX}"))
+
+
+def sidecar_path(slot_path: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(slot_path)}.json")
+
+
+def slice_to_dict(staged: StagedSlice) -> dict[str, Any]:
+    """JSON-able form of a staged slice. The metadata bytes are not in it: they lie in the slot, as an extent."""
+    return {
+        "format": "ray_goodput.slot",
+        "version": _SIDECAR_VERSION,
+        "step": staged.checkpoint.step,
+        "attempt": staged.checkpoint.attempt,
+        "world_rank": staged.world_rank,
+        "world_size": staged.world_size,
+        "slot_path": staged.slot_path,
+        "extents": [{"name": e.name, "offset": e.offset, "size_bytes": e.size_bytes} for e in staged.extents],
+        "structure_digest": staged.structure_digest,
+        "cursors": {name: dict(cursor) for name, cursor in staged.cursors.items()},
+        "extra": dict(staged.extra),
+    }
+
+
+def slice_from_dict(body: dict[str, Any]) -> StagedSlice:
+    """The slice `slice_to_dict` described, without metadata bytes.
+
+    Raises:
+        CorruptCheckpointError: not such a description, or of another version.
+    """
+    try:
+        if body["format"] != "ray_goodput.slot" or body["version"] != _SIDECAR_VERSION:
+            raise ValueError(f"format {body['format']!r}, version {body['version']!r}")
+        return StagedSlice(
+            checkpoint=CheckpointId(int(body["step"]), int(body["attempt"])),
+            world_rank=int(body["world_rank"]),
+            world_size=int(body["world_size"]),
+            slot_path=body["slot_path"],
+            extents=tuple(Extent(**extent) for extent in body["extents"]),
+            structure_digest=body["structure_digest"],
+            cursors=body["cursors"],
+            extra=body["extra"],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptCheckpointError(f"The description of a staging slot cannot be read ({error!r}).") from error
+
+
+def write_sidecar(staged: StagedSlice) -> None:
+    """From now on anybody who finds the slot knows what lies in it."""
+    path = sidecar_path(staged.slot_path)
+    tmp = path.with_suffix(".tmp")
+    tmp.write_text(json.dumps(slice_to_dict(staged)))
+    tmp.replace(path)
+
+
+def read_sidecar(path: str | os.PathLike[str]) -> StagedSlice:
+    """The slice a sidecar describes, with the metadata bytes read from the slot.
+
+    Raises:
+        CorruptCheckpointError: the sidecar cannot be read, or the slot is missing or shorter than it says.
+    """
+    try:
+        staged = slice_from_dict(json.loads(Path(path).read_bytes()))
+        end = max((e.offset + e.size_bytes for e in staged.extents), default=0)
+        with open(staged.slot_path, "rb") as slot:
+            if os.fstat(slot.fileno()).st_size < end:
+                raise CorruptCheckpointError(f"The staging slot {staged.slot_path} is shorter than {end} bytes.")
+            for extent in staged.extents:
+                if extent.name == METADATA_NAME:
+                    slot.seek(extent.offset)
+                    staged = replace(staged, metadata=slot.read(extent.size_bytes))
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpointError(f"The staging slot described by {path} cannot be read ({error}).") from error
+    return staged
+
+
+def staged_in(folder: str | os.PathLike[str]) -> Iterator[StagedSlice]:
+    """Every complete slice in a folder, newest last; what cannot be read is logged and left out."""
+    found = []
+    for path in slots_in(folder):
+        sidecar = sidecar_path(path)
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                if sidecar.exists():
+                    found.append(read_sidecar(sidecar))
+            except CorruptCheckpointError as error:
+                logger.warning("%s It is left out.", error)
+    yield from sorted(found, key=lambda staged: (staged.checkpoint, staged.world_rank))
+
+
+def choose_slots_dir(run: str, need_bytes: int, *, staging_dir: str | None, local_dir: Path) -> Path:
+    """Folder for a node's slots: `staging_dir` if given, shared memory if it has room for `need_bytes`, else NVMe."""
+    if staging_dir is not None:
+        return Path(staging_dir) / run
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    if free >= need_bytes:
+        return SHARED_MEMORY / "ray_goodput" / run
+    folder = local_dir / "staging" / run
+    logger.warning(
+        "%s has %s free, staging needs %s: the slots go to %s, which makes saves slower.",
+        SHARED_MEMORY,
+        _mib(free),
+        _mib(need_bytes),
+        folder,
+    )
+    return folder
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB" if size >= 2**20 else f"{size:,} bytes"
