@@ -116,7 +116,8 @@ class LookAhead:
             start = max(self._base, self._head - self._live_shards)
             self._generate_to(start + limit)
             uses: dict[int, float] = {}
-            for number, need in enumerate(islice(self._known, start - self._base, None), start):
+            first = start - self._base
+            for number, need in enumerate(islice(self._known, first, first + limit), start):
                 uses.setdefault(need.data_shard, float(max(0, number - self._head + 1)))
             return uses
 

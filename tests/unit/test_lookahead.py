@@ -1,0 +1,102 @@
+"""Laws of the look-ahead: what may be fetched when, and what eviction is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+
+from ray_goodput.core.placement import ShardVisit
+from ray_goodput.data.lookahead import LookAhead, Need, first_needs
+
+
+def needs(num: int = 10, rows: int = 10) -> list[Need]:
+    """One shard after the other, each of `rows` samples."""
+    return [Need(i * rows, i) for i in range(num)]
+
+
+def look(needs_: Iterator[Need] | list[Need], **changes: object) -> LookAhead:
+    options: dict = {"shard_bytes": lambda shard: 100, "consumed": 0, "batch_samples": 10, "max_shards": 3}
+    return LookAhead(iter(needs_), **(options | changes))
+
+
+def admitted(ahead: LookAhead, num: int = 10) -> list[int]:
+    return [i for i in range(num) if ahead.admitted(i, 0)]
+
+
+def test_a_shard_is_listed_once_an_epoch_at_its_first_visit() -> None:
+    visits = [ShardVisit(0, 0, 4), ShardVisit(1, 0, 2), ShardVisit(5, 0, 4), ShardVisit(8, 1, 4), ShardVisit(9, 1, 2)]
+    assert list(first_needs(visits)) == [(0, 4), (1, 2), (8, 4), (9, 2)]
+
+
+def test_the_next_batch_and_so_many_shards_beyond_it_are_admitted() -> None:
+    ahead = look(needs())
+    assert (ahead.head, admitted(ahead)) == (1, [0, 1, 2, 3])
+    ahead.advance(35)
+    assert (ahead.head, admitted(ahead)) == (5, [0, 1, 2, 3, 4, 5, 6, 7])
+    ahead.advance(20)  # a late message
+    assert ahead.head == 5
+    ahead.advance(10_000)
+    assert ahead.head == 10
+
+
+def test_bytes_bound_the_look_ahead_but_never_the_next_shard() -> None:
+    assert admitted(look(needs(), max_shards=5, max_bytes=250)) == [0, 1, 2]
+    assert admitted(look(needs(), max_shards=5, max_bytes=1)) == [0, 1]
+
+
+def test_a_batch_that_needs_many_shards_has_them_all_admitted() -> None:
+    assert (
+        admitted(look([Need(0, i) for i in range(6)] + [Need(50, 7), Need(60, 8)], max_shards=1)) == [*range(7), 8][:7]
+    )
+
+
+def test_an_endless_sequence_is_generated_only_as_far_as_asked() -> None:
+    made = 0
+
+    def endless() -> Iterator[Need]:
+        nonlocal made
+        for i in count():
+            made += 1
+            yield Need(10 * i, i % 7)
+
+    ahead = look(endless())
+    assert ahead.at(50) == (50, Need(500, 1))
+    assert made == 51
+    ahead.advance(10_000)
+    assert ahead.at(0) == (1001, Need(10_010, 0))  # what is done is forgotten
+
+
+def test_what_may_be_in_use_ranks_nearest_and_each_shard_by_its_next_need() -> None:
+    ahead = look([Need(0, 5), Need(10, 6), Need(20, 7), Need(30, 5), Need(40, 8)], live_shards=1)
+    assert ahead.next_uses() == {5: 0.0, 6: 1.0, 7: 2.0, 8: 4.0}
+    ahead.advance(10)
+    assert ahead.next_uses() == {6: 0.0, 7: 1.0, 5: 2.0, 8: 3.0}
+    assert ahead.next_uses(limit=2) == {6: 0.0, 7: 1.0}
+    ahead.advance(1000)
+    assert ahead.next_uses() == {8: 0.0}
+
+
+@pytest.mark.parametrize("end", ["advance", "close"])
+def test_who_waits_is_woken_by_progress_or_by_the_end(end: str) -> None:
+    ahead = look(needs())
+    answers: list[bool] = []
+    waiter = threading.Thread(target=lambda: answers.append(ahead.admitted(5, 30)))
+    waiter.start()
+    assert not ahead.admitted(5, 0.01)
+    if end == "advance":
+        ahead.advance(30)
+    else:
+        ahead.close()
+    waiter.join(10)
+    assert answers == [end == "advance"]
+
+
+def test_an_empty_sequence_has_nothing_and_ends_at_once() -> None:
+    ahead = look([])
+    assert ahead.at(0) is None
+    assert ahead.next_uses() == {}
+    ahead.advance(100)
+    assert ahead.head == 0
