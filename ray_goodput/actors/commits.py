@@ -77,6 +77,11 @@ class CommitLog:
         """The largest attempt number that ever wrote anything, 0 for none."""
         return self._highest_attempt
 
+    def restore_fence(self, attempt: int) -> None:
+        """After the coordinator's own restart: attempts before `attempt` stay fenced (C6)."""
+        with self._decision, self._changed:
+            self._fence = max(self._fence, attempt)
+
     def newest(self) -> CommitRecord | None:
         with self._changed:
             return self._catalog.newest()

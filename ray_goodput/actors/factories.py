@@ -20,7 +20,7 @@ from ray_goodput.actors.names import (
     coordinator_name,
     journals_dir,
     local_checkpoints_dir,
-    slots_dir,
+    slots_dirs,
     vault_name,
 )
 from ray_goodput.actors.remote import RemoteProxy
@@ -67,7 +67,7 @@ class _VaultProcess(CheckpointVault):
             store=open_store(spec.store),
             coordinator=RemoteProxy(coordinator_name(spec.key)),  # type: ignore[arg-type]
             local_checkpoints=local_checkpoints_dir(local_dir, spec.key),
-            slots=slots_dir(local_dir, spec.key, spec.checkpoint.staging_dir),
+            slots=slots_dirs(local_dir, spec.key, spec.checkpoint.staging_dir),
             journals=journals_dir(local_dir, spec.key),
         )
 

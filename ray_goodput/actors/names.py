@@ -43,17 +43,18 @@ def journals_dir(local_dir: Path, key: str) -> Path:
     return node_run_dir(local_dir, key) / "journals"
 
 
-def slots_dir(local_dir: Path, key: str, staging_dir: str | None = None) -> Path:
-    """Where a run's staging slots lie on this node: shared memory unless told otherwise.
+def slots_dirs(local_dir: Path, key: str, staging_dir: str | None = None) -> list[Path]:
+    """Folders that may hold a run's staging slots on this node, in order of preference: the one the user named, or
+    shared memory and then the node's NVMe.
 
     A node is known by its local directory, which is its own also when several Ray nodes share a machine and stays the
     same when Ray is started again: what a dead driver left is found and cleaned by the next one.
     """
     node = hashlib.sha256(str(local_dir.resolve()).encode()).hexdigest()[:12]
-    if staging_dir is None and not SHARED_MEMORY.is_dir():
-        return node_run_dir(local_dir, key) / "slots"
-    root = Path(staging_dir) if staging_dir is not None else SHARED_MEMORY / "ray_goodput"
-    return root / node / key
+    if staging_dir is not None:
+        return [Path(staging_dir) / node / key]
+    shared = [SHARED_MEMORY / "ray_goodput" / node / key] if SHARED_MEMORY.is_dir() else []
+    return [*shared, node_run_dir(local_dir, key) / "slots"]
 
 
 def attempt_dir(slots: Path, attempt: int) -> Path:

@@ -12,13 +12,13 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ray_goodput.actors.commits import CHECKPOINTS
 from ray_goodput.actors.names import attempt_dir, parse_attempt_dir
-from ray_goodput.checkpoint.stage import read_sidecar, sidecar_paths
+from ray_goodput.checkpoint.slots import sidecar_path, staged_in
 from ray_goodput.core.commit import METADATA_NAME, CheckpointId, Extent, LandedSlice, ObjectRecord, StagedSlice
 from ray_goodput.errors import FencedError, GoodputError, StorageAccessError, StorageError
 from ray_goodput.goodput.journal import read_journal
@@ -54,7 +54,7 @@ class CheckpointVault:
         store: ObjectStore,
         coordinator: CoordinatorPort,
         local_checkpoints: Path,
-        slots: Path,
+        slots: Sequence[Path],
         journals: Path,
         keep_local: int = 2,
         give_up_after_s: float = 900.0,
@@ -70,6 +70,8 @@ class CheckpointVault:
         self._give_up_after_s = give_up_after_s
         self._sleep = sleep
         self._adopting = threading.Lock()
+        self._lock = threading.Lock()
+        self._landed: dict[int, LandedSlice] = {}  # world rank -> its newest slice in storage
 
     def ping(self) -> str:
         """The node's id, as a sign of life."""
@@ -99,9 +101,19 @@ class CheckpointVault:
                 slice=staged, objects=tuple(objects), node_id=self._node_id, upload_s=time.monotonic() - started
             )
             self._coordinator.landed(landed)
+            with self._lock:
+                self._landed[staged.world_rank] = landed
 
         self._until_it_works(upload, what=f"Step {staged.checkpoint.step}, rank {staged.world_rank}")
+        sidecar_path(staged.slot_path).unlink(missing_ok=True)  # nothing is left for `adopt` to finish
         self._drop_old_copies()
+
+    def land_again(self, step: int) -> None:
+        """Tell the coordinator once more what of `step` is in storage: it may have died with its notes."""
+        with self._lock:
+            landed = [part for part in self._landed.values() if part.slice.checkpoint.step == step]
+        for part in landed:
+            self._coordinator.landed(part)
 
     def adopt(self, attempt: int) -> None:
         """Finish what workers of attempts before `attempt` left on this node, then clean up after them.
@@ -109,12 +121,12 @@ class CheckpointVault:
         Staged slices are persisted if their attempt may still commit; journals are handed to the coordinator.
         """
         with self._adopting:
-            for folder in sorted(self._slots.glob("attempt-*")):
+            for folder in sorted(f for root in self._slots for f in root.glob("attempt-*")):
                 old = parse_attempt_dir(folder.name)
                 if old is None or old >= attempt:
                     continue
-                for sidecar in sidecar_paths(folder):
-                    self._adopt_slice(sidecar)
+                for staged in staged_in(folder):
+                    self._adopt_slice(staged)
                 shutil.rmtree(folder, ignore_errors=True)
             for path in sorted(self._journals.glob("attempt-*/rank-*.journal")):
                 old = parse_attempt_dir(path.parent.name)
@@ -123,20 +135,19 @@ class CheckpointVault:
 
     def forget_run(self) -> None:
         """Remove this run's slots and journals from the node; local checkpoint copies stay for a later restart."""
-        shutil.rmtree(self._slots, ignore_errors=True)
+        for root in self._slots:
+            shutil.rmtree(root, ignore_errors=True)
         shutil.rmtree(self._journals, ignore_errors=True)
 
-    def _adopt_slice(self, sidecar: Path) -> None:
+    def _adopt_slice(self, staged: StagedSlice) -> None:
+        step, world_rank = staged.checkpoint.step, staged.world_rank
         try:
-            staged = read_sidecar(sidecar)
-            if staged is None:
-                return
             self.persist(staged)
-            logger.info("Finished the upload of step %d, rank %d.", staged.checkpoint.step, staged.world_rank)
+            logger.info("Finished the upload of step %d, rank %d, for a worker that is gone.", step, world_rank)
         except FencedError:
-            logger.info("A slice in %s belongs to an attempt that was replaced; dropped.", sidecar.parent.name)
+            logger.info("The slice of step %d, rank %d belongs to an attempt that was replaced.", step, world_rank)
         except (GoodputError, OSError, ValueError) as error:
-            logger.warning("The slice noted in %s could not be saved: %s", sidecar, error)
+            logger.warning("The slice of step %d, rank %d could not be saved: %s", step, world_rank, error)
 
     def _adopt_journal(self, path: Path, attempt: int) -> None:
         world_rank = int(path.stem.partition("-")[2])
@@ -167,11 +178,6 @@ class CheckpointVault:
         folders = sorted(c for c in map(CheckpointId.parse, _names(self._local)) if c is not None)
         for checkpoint in folders[: -self._keep_local]:
             shutil.rmtree(self._local / checkpoint.folder, ignore_errors=True)
-
-
-def slots_of_attempt(slots: Path, attempt: int, world_rank: int) -> Path:
-    """Folder of one rank's slots in one attempt."""
-    return attempt_dir(slots, attempt) / f"rank-{world_rank:05d}"
 
 
 def journal_path(journals: Path, attempt: int, world_rank: int) -> Path:

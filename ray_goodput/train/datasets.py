@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from ray_goodput.core.cursor import DataCursor, check_cursor
+from ray_goodput.core.cursor import DataCursor, check
 from ray_goodput.core.order import SampleOrder
 from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.manifest import Manifest
@@ -36,7 +36,7 @@ def prepare_dataset(
     same_place = stored is not None and stored.uri == dataset.manifest_uri
     manifest = stored if stored is not None and same_place else dataset.manifest()
     if committed is not None and name in committed:
-        check_cursor(DataCursor.from_dict(committed[name]), dataset.cursor(manifest))
+        check(DataCursor.from_dict(committed[name]), dataset.cursor(manifest))
     if not same_place:
         store.put(manifest_key(name), manifest.to_bytes())
     order = {

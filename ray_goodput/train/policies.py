@@ -13,7 +13,7 @@ import ray
 
 from ray_goodput.actors.names import NAMESPACE, coordinator_name, vault_name
 from ray_goodput.config import FailureBudget
-from ray_goodput.core.budget import BudgetState, FailureEvent, decide_retry
+from ray_goodput.core.budget import BudgetState, FailureEvent, RetryDecision, decide_retry
 from ray_goodput.train.ray_compat import (
     ElasticScalingPolicy,
     FailureDecision,
@@ -46,7 +46,7 @@ class ProgressFailurePolicy(FailurePolicy):
         )
         self._state = decision.state
         logger.log(logging.INFO if decision.retry else logging.ERROR, "%s", decision.reason)
-        self._tell(decision.reason, kind.value, message, ranks)
+        self._tell(decision, event)
         return FailureDecision.RETRY if decision.retry else FailureDecision.RAISE
 
     def _committed_step(self) -> int:
@@ -58,10 +58,16 @@ class ProgressFailurePolicy(FailurePolicy):
             logger.warning("The run's coordinator did not say how far it is (%s).", error)
             return self._state.committed_step
 
-    def _tell(self, reason: str, kind: str, message: str, ranks: Iterable[int]) -> None:
+    def _tell(self, decision: RetryDecision, event: FailureEvent) -> None:
         try:
             coordinator = ray.get_actor(coordinator_name(self._run_key), namespace=NAMESPACE)
-            coordinator.failure_seen.remote(kind=kind, message=message, ranks=tuple(ranks), reason=reason)
+            coordinator.failure_seen.remote(
+                kind=event.kind.value,
+                message=event.message,
+                ranks=event.ranks,
+                reason=decision.reason,
+                retry=decision.retry,
+            )
         except (ValueError, ray.exceptions.RayError) as error:
             logger.warning("The failure could not be noted in the ledger (%s).", error)
 

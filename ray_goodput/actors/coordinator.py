@@ -1,0 +1,227 @@
+"""The coordinator of a run: attempts, resume points, commits and the ledger. No Ray in the class.
+
+All its state can be rebuilt from storage: commits from their records, attempts and time from the ledger's segments. One
+lock guards the attempt table; commits have their own (`commits.py`), and so has the ledger.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ray_goodput.actors.commits import CommitLog
+from ray_goodput.actors.ledger_store import LedgerStore
+from ray_goodput.clock import Clock
+from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
+from ray_goodput.core.run_state import Resume, RunStatus, WorkerInfo
+from ray_goodput.errors import GoodputError
+from ray_goodput.goodput.journal import JournalPage
+from ray_goodput.goodput.ledger import GoodputReport
+from ray_goodput.storage.protocol import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+_MAX_HISTORY = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """What the driver learns when a run is over. `history`: (step, metrics of rank 0), later attempts overriding."""
+
+    report: GoodputReport
+    newest: CommitRecord | None
+    resumes: tuple[Resume, ...]
+    history: tuple[tuple[int, dict[str, float]], ...]
+
+
+class RunCoordinator:
+    """Thread-safe. `open()` reads the storage and starts the housekeeping thread."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        store: ObjectStore,
+        clock: Clock,
+        target_world: int,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+    ) -> None:
+        self._run = run
+        self._clock = clock
+        self._commits = CommitLog(run=run, store=store, clock=clock, keep_last=keep_last, keep_every=keep_every)
+        self._ledger = LedgerStore(store=store, clock=clock, target_world=target_world)
+        self._lock = threading.Lock()
+        self._attempt = 0
+        self._workers: tuple[WorkerInfo, ...] = ()
+        self._step = -1
+        self._resumes: list[Resume] = []
+        self._history: dict[int, dict[str, float]] = {}
+        self._skipped = 0
+        self._gave_up: str | None = None
+        self._prune = threading.Event()
+        self._stop = threading.Event()
+
+    def open(self) -> None:
+        """Read what earlier lives left; from now on the object serves.
+
+        Raises:
+            StorageError: the storage cannot be read.
+        """
+        self._commits.open()
+        self._ledger.open()
+        self._attempt = max(self._commits.highest_attempt, self._ledger.highest_attempt)
+        self._commits.restore_fence(self._attempt)
+        for name, work in (("prune", self._prune_loop), ("ledger", self._ledger_loop)):
+            threading.Thread(target=work, name=f"goodput-{name}", daemon=True).start()
+
+    def ping(self) -> str:
+        return self._run
+
+    # attempts
+
+    def group_allocated(self, workers: Sequence[WorkerInfo]) -> int:
+        """A worker group got its processes: a new attempt begins. Idempotent for the same processes."""
+        workers = tuple(workers)
+        with self._lock:
+            if workers and _processes(workers) == _processes(self._workers):
+                return self._attempt
+            self._attempt += 1
+            self._workers = workers
+            attempt = self._attempt
+        self._ledger.attempt_started(attempt, len(workers))
+        return attempt
+
+    def join_attempt(self, workers: Sequence[WorkerInfo]) -> int:
+        """The attempt these processes belong to, from rank 0; a new one if the controller could not announce them."""
+        return self.group_allocated(workers)
+
+    def hello(self, attempt: int, world_rank: int, elapsed_s: float) -> None:
+        """A rank's journal began `elapsed_s` ago."""
+        self._ledger.rank_hello(attempt, world_rank, elapsed_s)
+
+    def heartbeat(
+        self, attempt: int, world_rank: int, page: JournalPage, metrics: Sequence[tuple[int, dict[str, float]]]
+    ) -> int | None:
+        """Time a rank spent since its last heartbeat; answers with the journal record wanted next."""
+        with self._lock:
+            for step, values in metrics:
+                self._history[step] = values
+                self._step = max(self._step, step) if attempt == self._attempt else self._step
+            while len(self._history) > _MAX_HISTORY:
+                self._history.pop(next(iter(self._history)))
+        return self._ledger.add_page(page)
+
+    def journal_tail(self, attempt: int, world_rank: int, page: JournalPage) -> None:
+        """What a dead rank's journal held, read from its node's disk."""
+        self._ledger.add_page(page)
+
+    def failure_seen(self, *, kind: str, message: str, ranks: tuple[int, ...], reason: str, retry: bool) -> None:
+        """The controller noticed that the current attempt failed."""
+        with self._lock:
+            attempt = self._attempt
+            self._gave_up = None if retry else reason
+        self._ledger.attempt_ended(attempt, outcome="failed", kind=kind, ranks=ranks)
+
+    def group_down(self) -> None:
+        """The worker group is gone, for whatever reason."""
+        with self._lock:
+            attempt, self._workers = self._attempt, ()
+        self._ledger.attempt_ended(attempt, outcome="finished")
+
+    def failure_history(self) -> tuple[int, float]:
+        """Failures so far and the accelerator-seconds in which they happened, for the interval of saves."""
+        return self._ledger.failure_history()
+
+    # checkpoints
+
+    def resume_point(self, attempt: int) -> CommitRecord | None:
+        """Where `attempt` goes on; earlier attempts can no longer commit."""
+        record = self._commits.fence_and_choose(attempt)
+        self._prune.set()
+        return record
+
+    def mark_bad(self, checkpoint: CheckpointId, reason: str) -> None:
+        self._commits.mark_bad(checkpoint, reason)
+
+    def resumed(self, attempt: int, step: int, tier: str) -> None:
+        """All ranks of `attempt` have loaded their state and go on after `step`."""
+        with self._lock:
+            self._resumes.append(Resume(attempt=attempt, step=step, tier=tier))
+            self._step = step
+        self._ledger.resumed(attempt, step)
+
+    def landed(self, landed: LandedSlice) -> None:
+        """A vault has put a slice into storage; the last one of a checkpoint commits it."""
+        record = self._commits.landed(landed)
+        if record is not None:
+            self._ledger.commit(record.checkpoint.step, record.checkpoint.attempt)
+            self._prune.set()
+
+    def save_skipped(self, attempt: int) -> None:
+        with self._lock:
+            self._skipped += 1
+
+    def wait_committed(self, checkpoint: CheckpointId, timeout_s: float) -> bool:
+        return self._commits.wait_committed(checkpoint, timeout_s)
+
+    def committed_step(self) -> int:
+        """Newest committed step, -1 for none."""
+        newest = self._commits.newest()
+        return newest.checkpoint.step if newest is not None else -1
+
+    # for people and tools
+
+    def status(self) -> RunStatus:
+        committed = self.committed_step()
+        with self._lock:
+            return RunStatus(
+                run=self._run,
+                attempt=self._attempt,
+                step=max(self._step, committed),
+                committed_step=committed,
+                workers=self._workers,
+                resumes=tuple(self._resumes),
+                saves_skipped=self._skipped,
+            )
+
+    def gave_up(self) -> str | None:
+        """Why no further attempt is made, None if the run was not given up."""
+        with self._lock:
+            return self._gave_up
+
+    def finish(self) -> RunEnd:
+        """Close the books; the ledger's last segment is in storage afterwards if the storage takes it."""
+        self.group_down()
+        self._stop.set()
+        self._prune.set()
+        report = self._ledger.finish()
+        with self._lock:
+            return RunEnd(
+                report=report,
+                newest=self._commits.newest(),
+                resumes=tuple(self._resumes),
+                history=tuple(sorted(self._history.items())),
+            )
+
+    def _prune_loop(self) -> None:
+        while not self._stop.is_set():
+            self._prune.wait()
+            self._prune.clear()
+            if self._stop.is_set():
+                return
+            try:
+                for checkpoint in self._commits.prune():
+                    logger.debug("Pruned %s.", checkpoint.folder)
+            except GoodputError as error:
+                logger.warning("Old checkpoints could not be removed now, tried again after the next commit: %s", error)
+
+    def _ledger_loop(self) -> None:
+        while not self._stop.wait(self._ledger.flush_interval_s):
+            self._ledger.flush()
+
+
+def _processes(workers: Sequence[WorkerInfo]) -> list[tuple[str, int]]:
+    return sorted((w.node_id, w.pid) for w in workers)

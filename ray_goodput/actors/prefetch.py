@@ -1,0 +1,134 @@
+"""The pool of prefetch actors: Ray Data moves data shards to this node, in the exact order in which they are needed.
+
+A pool run is one small Ray Data execution over consecutive numbers of a feed, one number a block. Each pool actor asks
+the node's `ShardCache` whether its number may be fetched (it waits while that is too far ahead), then brings the shard
+into the cache folder itself. The pool needs no CPU resource, so it runs while train workers hold them all, and it dies
+with the `ShardCache` actor that owns it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from ray_goodput.actors.shard_feed import Admission, Delivery
+from ray_goodput.data.cache import NodeCache
+from ray_goodput.errors import GoodputError
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from ray_goodput.data.shard_fetcher import ShardFetcher
+
+logger = logging.getLogger(__name__)
+
+_RANKING_AGE_S = 2.0
+_quiet = threading.Lock()
+
+
+class PrefetchActor:
+    """One actor of the pool: `map_batches` calls it with one number of the feed at a time."""
+
+    def __init__(self, cache_actor: ActorHandle, dataset: str, root: str) -> None:
+        self._actor = cache_actor
+        self._dataset = dataset
+        self._root = Path(root)
+        self._fetcher: ShardFetcher | None = None
+        self._ranking: Mapping[str, float] = {}
+        self._ranking_mono_s = float("-inf")
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+        deliveries = [self._deliver(int(feed), int(number)) for feed, number in zip(*_columns(batch), strict=True)]
+        return {name: [getattr(delivery, name) for delivery in deliveries] for name in Delivery.__slots__}
+
+    def _deliver(self, feed: int, number: int) -> Delivery:
+        admission, data_shard = Admission.WAIT, -1
+        while admission is Admission.WAIT:  # asked again, so that neither side waits for a dead one
+            admission, data_shard = ray.get(self._actor.admit.remote(self._dataset, number, feed))
+        if admission is not Admission.FETCH:
+            return Delivery(number=number, data_shard=data_shard)
+        fetcher = self._open()
+        before = fetcher.cache.stats
+        error = ""
+        try:
+            fetcher.ensure(data_shard)
+        except (GoodputError, OSError) as problem:
+            # Not an error yet: whoever needs the shard fetches it then, and raises if that fails too.
+            error = f"{type(problem).__name__}: {problem}"
+        after = fetcher.cache.stats
+        return Delivery(
+            number=number,
+            data_shard=data_shard,
+            fetched_bytes=after.fetched_bytes - before.fetched_bytes,
+            fetched_shards=after.fetched_shards - before.fetched_shards,
+            evictions=after.evictions - before.evictions,
+            corrupt=after.corrupt - before.corrupt,
+            error=error,
+        )
+
+    def _open(self) -> ShardFetcher:
+        if self._fetcher is None:  # here, not where the pool was made: no store crosses a process
+            spec = ray.get(self._actor.fetch_spec.remote(self._dataset))
+            cache = NodeCache(self._root, limit_bytes=spec.cache_limit_bytes)
+            cache.rank_by(self._next_uses)
+            self._fetcher = spec.fetcher(cache)
+        return self._fetcher
+
+    def _next_uses(self) -> Mapping[str, float]:
+        if time.monotonic() - self._ranking_mono_s > _RANKING_AGE_S:
+            self._ranking = ray.get(self._actor.next_uses.remote())
+            self._ranking_mono_s = time.monotonic()
+        return self._ranking
+
+
+def run_pool(
+    *, cache_actor: ActorHandle, dataset: str, root: str, node_id: str, pool_size: int, feed: int, numbers: range
+) -> Iterator[Delivery]:
+    """Runs the numbers of one feed through a pool of `pool_size` actors on the node, and yields what became of each, in
+    order. Closing the iterator ends the pool.
+
+    Raises:
+        ray.exceptions.RayError: the pool failed as a whole.
+    """
+    import ray.data
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    _silence_ray_data()
+    items = [{"feed": feed, "number": number} for number in numbers]
+    pool = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        PrefetchActor,
+        fn_constructor_args=(cache_actor, dataset, root),
+        compute=ray.data.ActorPoolStrategy(size=pool_size, max_tasks_in_flight_per_actor=2),
+        batch_size=1,
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=-1,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    )
+    rows = iter(pool.iter_rows())
+    for row in rows:
+        yield Delivery(**row)
+
+
+def _columns(batch: Mapping[str, Any]) -> tuple[Any, Any]:
+    return batch["feed"], batch["number"]
+
+
+def _silence_ray_data() -> None:
+    """Ray Data in this process says nothing on the console but errors, and waits for the trainer as long as it takes."""
+    from ray.data import DataContext
+
+    with _quiet:
+        context = DataContext.get_current()
+        context.enable_progress_bars = False
+        context.enable_operator_progress_bars = False
+        context.print_on_execution_start = False
+        context.execution_options.preserve_order = True
+        context.execution_no_progress_timeout_s = -1  # a trainer may take an hour over what is already cached
+        logging.getLogger("ray.data").setLevel(logging.ERROR)

@@ -1,0 +1,298 @@
+"""What a train loop talks to: `rg.session()` inside a worker of a `GoodputTrainer`.
+
+One session an attempt and process. All public methods are collective in the sense of training: every rank calls them in
+the same order, on the training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ray_goodput.core.buckets import Bucket
+from ray_goodput.core.cursor import DataCursor
+from ray_goodput.data.loader import Batch
+from ray_goodput.errors import ConfigError, SessionError
+from ray_goodput.train import ray_compat, reproducible
+from ray_goodput.train.batch_weight import BatchWeight
+from ray_goodput.train.feed import DataFeed, open_feed
+from ray_goodput.train.restorer import Restored, restore_newest
+from ray_goodput.train.sample_log import SampleLog
+from ray_goodput.train.saver import Saver
+from ray_goodput.train.spec import TrainSpec
+from ray_goodput.train.worker import WorkerContext, open_worker
+from ray_goodput.train.world import ControlWord, Decisions
+
+logger = logging.getLogger(__name__)
+
+_current: Session | None = None
+
+
+def session() -> Session:
+    """The session of this training process.
+
+    Raises:
+        SessionError: outside the train loop of a `GoodputTrainer`.
+    """
+    if _current is None:
+        where = (
+            "this Ray Train worker was started by another trainer"
+            if ray_compat.in_train_worker()
+            else "this process is not a training worker"
+        )
+        raise SessionError(
+            f"rg.session() works inside the train loop of a GoodputTrainer, and {where}: "
+            "call it in the function you pass to GoodputTrainer, or use rg.ShardedDataset(...).loader() alone."
+        )
+    return _current
+
+
+def run_in_session(spec: TrainSpec, train_loop: Callable[[], Any]) -> Any:
+    """Enter the user's loop with a session around it; the last state is saved and committed when it returns."""
+    global _current
+    worker = open_worker(spec)
+    _current = current = Session(spec, worker)
+    try:
+        value = train_loop()
+        current.close()
+        return value
+    finally:
+        _current = None
+        worker.close()
+
+
+class Session:
+    """Restore, batches, step, save: the ten lines of a train loop that make it survive. See `rg.session()`."""
+
+    def __init__(self, spec: TrainSpec, worker: WorkerContext) -> None:
+        self._spec = spec
+        self._worker = worker
+        self._recorder = worker.recorder
+        self._stateful: dict[str, Any] = {}
+        self._model: nn.Module | None = None
+        self._optimizer: Any = None
+        self._restored: Restored | None = None
+        self._step = 0
+        self._stop = False
+        self._cursors: dict[str, DataCursor] = {}
+        self._pending: dict[str, list[Batch]] = {}
+        self._feeds: list[DataFeed] = []
+        self._control = ControlWord(worker.world)
+        self._weight = BatchWeight(spec.apply_batch_weight)
+        self._metrics = worker.metrics
+        self._samples = (
+            SampleLog(worker.store, attempt=worker.attempt, world_rank=worker.world.world_rank)
+            if spec.sample_log
+            else None
+        )
+        self._saver = Saver(spec.run, worker)
+        if spec.reproducible:
+            reproducible.use_deterministic_kernels()
+
+    @property
+    def world_rank(self) -> int:
+        return self._worker.world.world_rank
+
+    @property
+    def world_size(self) -> int:
+        return self._worker.world.world_size
+
+    @property
+    def attempt(self) -> int:
+        """Which life of the run's worker group this is; the first is 1."""
+        return self._worker.attempt
+
+    @property
+    def step_index(self) -> int:
+        """Optimizer steps done so far, over all attempts."""
+        return self._step
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether all ranks agreed to leave the loop after this step."""
+        return self._stop
+
+    def stop(self) -> None:
+        """Ask all ranks to leave their loops: `should_stop` turns true, and `batches` ends, at one step on every rank."""
+        self._saver.request_stop()
+
+    def prepare_model(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        """`ray.train.torch.prepare_model`, with DDP set up to be reproducible if the trainer was told to be."""
+        return reproducible.prepare_model(model, reproducible=self._spec.reproducible, **kwargs)
+
+    def register(self, name: str, stateful: Any) -> None:
+        """Save and restore `stateful` (with `state_dict` and `load_state_dict`) under `name`; before `restore`.
+
+        Raises:
+            SessionError: after `restore`.
+            ConfigError: the name is taken, or the object has no state.
+        """
+        if self._restored is not None:
+            raise SessionError(f"register({name!r}) came after restore(): its state would be missed. Call it before.")
+        if name in self._stateful or name in ("model", "optimizer"):
+            raise ConfigError(f"register({name!r}): the name is taken.")
+        if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
+            raise ConfigError(f"register({name!r}): {type(stateful).__name__} has no state_dict and load_state_dict.")
+        self._stateful[name] = stateful
+
+    def restore(
+        self,
+        *,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        strict: bool = True,
+        **stateful: Any,
+    ) -> int:
+        """The newest verified checkpoint is loaded, with random streams and cursors; nothing changes on a fresh run.
+
+        Other keyword arguments are registered under their names, as by `register`. Returns the step the run resumes
+        after, 0 for a fresh run. A damaged checkpoint is passed over, said once, and the next older one taken.
+
+        strict: whether keys, shapes and dtypes must be the same as in the checkpoint.
+
+        Raises:
+            StructureMismatchError: the checkpoint is of another model.
+            DatasetMismatchError: its cursor is of other data.
+            SessionError: called twice.
+        """
+        if self._restored is not None:
+            raise SessionError("run.restore() was called twice: call it once, before the first batch.")
+        for name, value in stateful.items():
+            self.register(name, value)
+        if self._spec.reproducible and model is not None:
+            reproducible.check_model(model, self.world_size)
+        self._model, self._optimizer = model, optimizer
+        with self._recorder.span(Bucket.CKPT_LOAD):
+            self._restored = restore_newest(
+                self._spec, self._worker, model=model, optimizer=optimizer, stateful=self._stateful, strict=strict
+            )
+        self._step = self._restored.step
+        self._cursors = dict(self._restored.cursors)
+        self._saver.begin(self._step)
+        self._recorder.resumed(self._step)
+        if self._samples is not None:
+            self._samples.begin(self._step)
+        if model is not None:
+            self._weight.attach(model)
+        self._recorder.switch(Bucket.STEP)
+        return self._step
+
+    def batches(self, name: str, *, epochs: int | None = 1) -> Iterator[Batch]:
+        """Batches of dataset `name` for this rank, from the cursor to the end of `epochs`, counted from the run's start.
+
+        Each global batch is one step: call `step` once for each batch, or for several to accumulate gradients over
+        them. `None` epochs never end. The iterator ends early once `should_stop` is true.
+
+        Raises:
+            SessionError: before `restore`.
+            ConfigError: no such dataset.
+            ShardReadError, ObjectChangedError: a data shard cannot be had, naming it.
+        """
+        self._need_restore("batches")
+        dataset = self._spec.datasets.get(name)
+        if dataset is None:
+            raise ConfigError(
+                f"There is no dataset {name!r}; GoodputTrainer(datasets=) has {sorted(self._spec.datasets) or 'none'}."
+            )
+        feed = open_feed(self._spec.run, self._worker, name, dataset, self._cursors.get(name), epochs=epochs)
+        self._cursors[name] = feed.cursor
+        self._feeds.append(feed)
+        return self._iterate(name, feed)
+
+    def _iterate(self, name: str, feed: DataFeed) -> Iterator[Batch]:
+        batches = iter(feed.loader)
+        try:
+            while not self._stop:
+                with self._recorder.span(Bucket.DATA_WAIT):
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                self._pending.setdefault(name, []).append(batch)
+                self._weight.set(batch.weight)
+                yield batch
+                feed.source.advance(self._cursors[name].samples_consumed)
+        finally:
+            self._weight.set(1.0)
+            self._feeds.remove(feed)
+            feed.close()
+
+    def step(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """One optimizer step is done: it is accounted, the cursor moves on, and a save begins if one is due.
+
+        metrics: numbers or 0-d tensors; rank 0's are kept. Tensors are read later, off the training thread.
+
+        Raises:
+            SessionError: before `restore`.
+            FencedError: this attempt has been replaced.
+        """
+        self._need_restore("step")
+        agreed = self._control.read()
+        self._step += 1
+        for name, batches in self._pending.items():
+            if batches:
+                self._cursors[name] = self._cursors[name].moved_to(batches[-1].samples_end)
+            if self._samples is not None:
+                for batch in batches:
+                    self._samples.note(self._step, name, batch.sample_ids.tolist())
+            batches.clear()
+        self._recorder.step_done(self._step)
+        if metrics and self.world_rank == 0:
+            self._metrics.note(self._step, metrics)
+        self._stop = self._stop or agreed.stop
+        if agreed.save:
+            self._save(must=False)
+        self._control.post(Decisions(save=self._saver.due(self._step + 1), stop=self._saver.stop_requested))
+
+    def save(self) -> None:
+        """The state after the last step is staged on every rank, waiting for a slot if need be; its upload goes on behind.
+
+        Raises:
+            SessionError: before `restore`.
+        """
+        self._need_restore("save")
+        self._save(must=True)
+
+    def measure(self, label: str) -> AbstractContextManager[None]:
+        """Time inside counts as `label`: "eval", or any bucket of `core.buckets` a rank may spend time in."""
+        try:
+            bucket = Bucket[label.upper()]
+        except KeyError:
+            raise ConfigError(f"measure({label!r}): known labels are {[b.label for b in Bucket]}.") from None
+        return self._recorder.span(bucket)
+
+    def close(self) -> None:
+        """The train loop returned: save what is not saved yet and wait until it is committed."""
+        for feed in list(self._feeds):
+            feed.close()
+        if self._restored is None:
+            return
+        if self._step > self._saver.last_step and self._model is not None:
+            self._save(must=True)
+        with self._recorder.span(Bucket.SHUTDOWN):
+            self._saver.finish()
+            self._metrics.report_last()
+
+    def _save(self, *, must: bool) -> None:
+        with self._recorder.span(Bucket.CKPT_BLOCK):
+            if self._samples is not None:
+                self._samples.flush()
+            self._saver.save(
+                step=self._step,
+                model=self._model,
+                optimizer=self._optimizer,
+                stateful=self._stateful,
+                cursors={name: cursor.to_dict() for name, cursor in self._cursors.items()},
+                must=must,
+            )
+
+    def _need_restore(self, method: str) -> None:
+        if self._restored is None:
+            raise SessionError(
+                f"run.{method}() was called before run.restore(model=..., optimizer=...): restore first, also on a fresh "
+                "run, so that a restart goes on where this run stops."
+            )

@@ -1,0 +1,180 @@
+"""The training job of the integration tests: a small network on parquet rows, run as a driver script of its own process.
+
+    python small_job.py --storage URI --data URI --name NAME --out FILE [--kill SEED ...]
+
+Writes one JSON object to FILE: how the run ended, its final weights as a digest, where its attempts resumed from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+NUM_SHARDS = 12
+ROWS_PER_SHARD = (40, 33, 1, 47)  # uneven, and one of a single row
+GLOBAL_BATCH = 16
+
+
+def write_data(folder: Path) -> int:
+    """Write the data set once; returns its number of rows."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    total = 0
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(7)
+    for i in range(NUM_SHARDS):
+        rows = ROWS_PER_SHARD[i % len(ROWS_PER_SHARD)]
+        x = generator.standard_normal((rows, 8), dtype=np.float32)
+        y = (x[:, 0] * 2 - x[:, 1]).astype(np.float32)
+        table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 8), "y": pa.array(y)})
+        part = folder / f".part-{i:05d}"
+        pq.write_table(table, part)
+        part.rename(folder / f"part-{i:05d}.parquet")
+        total += rows
+    return total
+
+
+def train_loop(config: dict[str, Any]) -> str:
+    import torch
+    from torch import nn
+
+    import ray_goodput as rg
+
+    torch.set_num_threads(1)
+    torch.manual_seed(11)
+    run = rg.session()
+    width = config["width"]
+    net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Dropout(0.1), nn.Linear(width, 1))
+    model = run.prepare_model(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+    if config["skip_restore"]:
+        run.step({"loss": 0.0})
+    run.restore(model=model, optimizer=optimizer, schedule=schedule)
+    for batch in run.batches("train", epochs=config["epochs"]):
+        loss = nn.functional.mse_loss(model(batch["x"]).squeeze(-1), batch["y"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        time.sleep(config["step_s"])
+        run.step({"loss": loss})
+        if run.step_index == config["fail_at"]:
+            raise RuntimeError(f"the model exploded at step {run.step_index}")
+    state = {name: tensor.numpy().tobytes() for name, tensor in sorted(net.state_dict().items())}
+    return hashlib.sha256(b"".join(state.values())).hexdigest()
+
+
+def kill_one_worker(observer: Any, seed: int, killed: list[int], stop: threading.Event) -> None:
+    """SIGKILL a random worker at a random moment after the first commit."""
+    chance = random.Random(seed)
+    while not stop.wait(0.05):
+        status = observer.status()
+        if status is not None and status.committed_step > 0 and status.workers and status.attempt == 1:
+            break
+    else:
+        return
+    time.sleep(chance.uniform(0.0, 1.5))
+    status = observer.status() or status
+    victim = chance.choice(status.workers)
+    os.kill(victim.pid, signal.SIGKILL)
+    killed.append(victim.world_rank)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--storage", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--workers", default="2", help="N or MIN:MAX")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--step-s", type=float, default=0.05)
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=3, help="of the sample order")
+    parser.add_argument("--kill", type=int, default=None, help="seed of the moment and the victim")
+    parser.add_argument("--fail-at", type=int, default=-1)
+    parser.add_argument("--skip-restore", action="store_true")
+    parser.add_argument("--reproducible", action="store_true")
+    parser.add_argument("--max-failures", type=int, default=3)
+    parser.add_argument("--storage-options", type=json.loads, default=None)
+    args = parser.parse_args()
+
+    import ray.train
+
+    import ray_goodput as rg
+    from ray_goodput.train.observe import RunObserver
+
+    low, _, high = args.workers.partition(":")
+    trainer = rg.GoodputTrainer(
+        train_loop,
+        train_loop_config={
+            "epochs": args.epochs,
+            "step_s": args.step_s,
+            "fail_at": args.fail_at,
+            "width": args.width,
+            "skip_restore": args.skip_restore,
+        },
+        datasets={
+            "train": rg.ShardedDataset(
+                f"{args.data}/*.parquet",
+                global_batch_size=GLOBAL_BATCH,
+                seed=args.seed,
+                window=2,
+                storage_options=args.storage_options if args.data.startswith("s3://") else None,
+            )
+        },
+        checkpoint=rg.CheckpointConfig(every=args.every, when_full="wait"),
+        failure=rg.FailureBudget(max_failures_without_progress=args.max_failures),
+        storage_options=args.storage_options,
+        reproducible=args.reproducible,
+        sample_log=True,
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=(int(low), int(high)) if high else int(low), resources_per_worker={"CPU": 1}
+        ),
+        run_config=ray.train.RunConfig(name=args.name, storage_path=args.storage),
+    )
+    observer = RunObserver(args.name, trainer.run_store)
+    killed: list[int] = []
+    stop = threading.Event()
+    killer = None
+    if args.kill is not None:
+        killer = threading.Thread(target=kill_one_worker, args=(observer, args.kill, killed, stop), daemon=True)
+        killer.start()
+    result = None
+    outcome: dict[str, Any] = {}
+    try:
+        result = trainer.fit()
+    except Exception as error:
+        outcome = {"error": type(error).__name__, "message": str(error)}
+        raise
+    finally:
+        stop.set()
+        if result is not None:
+            goodput = result.goodput
+            outcome = {
+                "weights": result.return_value,
+                "metrics": result.metrics,
+                "checkpoint": result.checkpoint.path if result.checkpoint else None,
+                "resumes": [[r.attempt, r.step, r.tier] for r in result.resumes],
+                "killed": killed,
+                "goodput": goodput.to_dict() if goodput is not None else None,
+            }
+        part = args.out.with_suffix(".part")
+        part.write_text(json.dumps(outcome))
+        part.rename(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Laws of the commit protocol: a checkpoint exists when its last slice has landed, and never for a fenced attempt."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from ray_goodput.actors.commits import CHECKPOINTS, CommitLog
+from ray_goodput.clock import ManualClock
+from ray_goodput.config import StoreSpec
+from ray_goodput.core.commit import CheckpointId, LandedSlice, ObjectRecord, StagedSlice
+from ray_goodput.errors import FencedError, StorageError
+from ray_goodput.storage import open_store
+from ray_goodput.storage.checksum import xxh3_128_hex
+from ray_goodput.storage.faults import FaultyStore
+
+
+def open_log(store, **kwargs) -> CommitLog:
+    log = CommitLog(run="run", store=store, clock=ManualClock(), **kwargs)
+    log.open()
+    return log
+
+
+def landed(step: int, world_rank: int, *, attempt: int = 1, world_size: int = 2, digest: str = "d") -> LandedSlice:
+    data = f"{step}-{world_rank}".encode()
+    return LandedSlice(
+        slice=StagedSlice(
+            checkpoint=CheckpointId(step, attempt),
+            world_rank=world_rank,
+            world_size=world_size,
+            slot_path="",
+            extents=(),
+            structure_digest=digest,
+            cursors={"train": {"samples_consumed": step}},
+            metadata=b"metadata" if world_rank == 0 else None,
+        ),
+        objects=(ObjectRecord(name=f"__{world_rank}_0.distcp", size_bytes=len(data), xxh3_128=xxh3_128_hex(data)),),
+        node_id="n",
+        upload_s=0.1,
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    return open_store(StoreSpec(uri=str(tmp_path)))
+
+
+def test_nothing_is_committed_before_the_last_slice_in_whatever_order_they_land(store) -> None:
+    log = open_log(store)
+    assert log.landed(landed(10, 1)) is None and log.newest() is None
+    assert log.landed(landed(10, 1)) is None and log.newest() is None  # the same slice again is no second one
+    record = log.landed(landed(10, 0))
+    assert record is not None and record.checkpoint == CheckpointId(10, 1)
+    assert [o.name for o in record.objects] == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+def test_a_new_coordinator_reads_what_the_old_one_committed_and_ignores_the_rest(store) -> None:
+    log = open_log(store)
+    for rank in (0, 1):
+        log.landed(landed(10, rank))
+    log.landed(landed(20, 0))
+    store.put(f"{CHECKPOINTS}/{CheckpointId(30, 1).folder}/COMMIT.json", b"{not a record")
+    again = open_log(store)
+    assert [r.checkpoint.step for r in again.records()] == [10]
+    assert again.newest() == log.newest()
+
+
+def test_a_fenced_attempt_cannot_commit_even_if_only_its_last_slice_is_late(store) -> None:
+    log = open_log(store)
+    log.landed(landed(10, 0))
+    assert log.fence_and_choose(2) is None
+    with pytest.raises(FencedError, match="attempt 1"):
+        log.landed(landed(10, 1))
+    assert open_log(store).newest() is None
+
+
+def test_an_attempt_that_was_itself_replaced_gets_no_resume_point(store) -> None:
+    log = open_log(store)
+    log.fence_and_choose(3)
+    with pytest.raises(FencedError, match="replaced by attempt 3"):
+        log.fence_and_choose(2)
+
+
+def test_a_commit_under_way_is_part_of_the_resume_point(store, tmp_path: Path) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+
+    def pause(op: str, key: str, n: int) -> None:
+        if op == "put" and key.endswith("COMMIT.json"):
+            writing.set()
+            assert go_on.wait(10)
+
+    log = open_log(FaultyStore(store, before=pause))
+    log.landed(landed(10, 0))
+    committer = threading.Thread(target=log.landed, args=(landed(10, 1),))
+    committer.start()
+    assert writing.wait(10)
+    chosen: list = []
+    chooser = threading.Thread(target=lambda: chosen.append(log.fence_and_choose(2)))
+    chooser.start()
+    go_on.set()
+    committer.join(10)
+    chooser.join(10)
+    assert chosen[0].checkpoint.step == 10
+
+
+def test_a_commit_that_could_not_be_written_is_written_by_the_next_try(store) -> None:
+    broken = [True]
+
+    def refuse(op: str, key: str, n: int) -> None:
+        if broken[0] and key.endswith("COMMIT.json") and op == "put":
+            raise StorageError("no")
+
+    log = open_log(FaultyStore(store, before=refuse))
+    log.landed(landed(10, 0))
+    with pytest.raises(StorageError):
+        log.landed(landed(10, 1))
+    assert log.newest() is None
+    broken[0] = False
+    assert log.landed(landed(10, 1)) is not None
+
+
+def test_ranks_that_disagree_on_the_structure_do_not_commit(store) -> None:
+    log = open_log(store)
+    log.landed(landed(10, 0))
+    with pytest.raises(StorageError, match="disagree"):
+        log.landed(landed(10, 1, digest="other"))
+
+
+def test_prune_leaves_the_newest_and_removes_what_fenced_attempts_left(store) -> None:
+    log = open_log(store, keep_last=1)
+    for step in (10, 20):
+        for rank in (0, 1):
+            store.put(f"{CHECKPOINTS}/{CheckpointId(step, 1).folder}/__{rank}_0.distcp", b"x")
+            log.landed(landed(step, rank))
+    store.put(f"{CHECKPOINTS}/{CheckpointId(25, 1).folder}/__0_0.distcp", b"half")
+    assert [c.step for c in log.prune()] == [10]  # attempt 1 still lives: its unfinished folder stays
+    log.fence_and_choose(2)
+    assert [c.step for c in log.prune()] == [25]
+    assert store.list_folders(CHECKPOINTS) == [CheckpointId(20, 1).folder]
+    newest = open_log(store).newest()
+    assert newest is not None and newest.checkpoint.step == 20
+
+
+def test_waiting_for_a_commit_ends_with_it_or_with_the_timeout(store) -> None:
+    log = open_log(store)
+    assert not log.wait_committed(CheckpointId(10, 0), 0.01)
+    for rank in (0, 1):
+        log.landed(landed(10, rank))
+    assert log.wait_committed(CheckpointId(10, 0), 0.01)
