@@ -1,0 +1,20 @@
+"""What all tests share: helper modules beside this file can be imported, and one S3 gateway serves a session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from servers import JuiceFSGateway
+
+
+@pytest.fixture(scope="session")
+def juicefs_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JuiceFSGateway]:
+    """A running gateway with one bucket for the whole session: use a prefix of your own, do not stop it."""
+    with JuiceFSGateway(tmp_path_factory.mktemp("juicefs")) as gateway:
+        yield gateway
