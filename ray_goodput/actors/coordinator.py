@@ -18,7 +18,7 @@ from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
 from ray_goodput.core.run_state import Resume, RunStatus, WorkerInfo
 from ray_goodput.errors import GoodputError
 from ray_goodput.goodput.journal import JournalPage
-from ray_goodput.goodput.ledger import GoodputReport
+from ray_goodput.goodput.report import GoodputReport
 from ray_goodput.storage.protocol import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class RunCoordinator:
         store: ObjectStore,
         clock: Clock,
         target_world: int,
+        run_started_at: float | None = None,
         keep_last: int = 3,
         keep_every: int | None = None,
     ) -> None:
@@ -53,6 +54,7 @@ class RunCoordinator:
         self._clock = clock
         self._commits = CommitLog(run=run, store=store, clock=clock, keep_last=keep_last, keep_every=keep_every)
         self._ledger = LedgerStore(store=store, clock=clock, target_world=target_world)
+        self._run_started_at = clock.at_s() if run_started_at is None else run_started_at
         self._lock = threading.Lock()
         self._attempt = 0
         self._workers: tuple[WorkerInfo, ...] = ()
@@ -71,7 +73,7 @@ class RunCoordinator:
             StorageError: the storage cannot be read.
         """
         self._commits.open()
-        self._ledger.open()
+        self._ledger.open(self._run_started_at)
         self._attempt = max(self._commits.highest_attempt, self._ledger.highest_attempt)
         self._commits.restore_fence(self._attempt)
         for name, work in (("prune", self._prune_loop), ("ledger", self._ledger_loop)):
@@ -116,20 +118,20 @@ class RunCoordinator:
 
     def journal_tail(self, attempt: int, world_rank: int, page: JournalPage) -> None:
         """What a dead rank's journal held, read from its node's disk."""
-        self._ledger.add_page(page)
+        self._ledger.add_tail(page)
 
     def failure_seen(self, *, kind: str, message: str, ranks: tuple[int, ...], reason: str, retry: bool) -> None:
         """The controller noticed that the current attempt failed."""
         with self._lock:
             attempt = self._attempt
             self._gave_up = None if retry else reason
-        self._ledger.attempt_ended(attempt, outcome="failed", kind=kind, ranks=ranks)
+        self._ledger.attempt_ended(attempt, kind, ranks=ranks, reason=message)
 
     def group_down(self) -> None:
         """The worker group is gone, for whatever reason."""
         with self._lock:
             attempt, self._workers = self._attempt, ()
-        self._ledger.attempt_ended(attempt, outcome="finished")
+        self._ledger.attempt_ended(attempt, "finished")
 
     def failure_history(self) -> tuple[int, float]:
         """Failures so far and the accelerator-seconds in which they happened, for the interval of saves."""

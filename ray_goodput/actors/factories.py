@@ -46,6 +46,7 @@ class _CoordinatorProcess(RunCoordinator):
             store=open_store(spec.store),
             clock=SystemClock(),
             target_world=spec.target_world,
+            run_started_at=spec.started_at_s or None,
             keep_last=spec.checkpoint.keep_last,
             keep_every=spec.checkpoint.keep_every,
         )

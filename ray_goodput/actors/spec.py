@@ -10,12 +10,16 @@ from ray_goodput.config import CheckpointConfig, StoreSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """One run. `store` is the run's own folder: `<storage_path>/<run>`."""
+    """One run. `store` is the run's own folder: `<storage_path>/<run>`.
+
+    started_at_s: wall clock when the driver took the run up, 0 before.
+    """
 
     run: str
     store: StoreSpec
     checkpoint: CheckpointConfig
     target_world: int
+    started_at_s: float = 0.0
 
     @property
     def key(self) -> str:

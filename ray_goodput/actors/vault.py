@@ -91,8 +91,9 @@ class CheckpointVault:
         objects = []
         with _mapped(staged.slot_path) as slot:
             for extent in staged.extents:
-                if extent.name != METADATA_NAME:
-                    objects.append(_flush(slot, extent, local / extent.name))
+                record = _flush(slot, extent, local / extent.name)
+                if extent.name != METADATA_NAME:  # the coordinator writes that one, when all ranks have landed
+                    objects.append(record)
 
         def upload() -> None:
             for record in objects:

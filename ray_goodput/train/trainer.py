@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,16 @@ import ray.train
 from ray.train.torch import TorchTrainer
 
 from ray_goodput.actors.commits import CHECKPOINTS, CommitLog
+from ray_goodput.actors.coordinator import RunEnd
 from ray_goodput.actors.factories import start_coordinator
 from ray_goodput.actors.spec import RunSpec
 from ray_goodput.clock import SystemClock
 from ray_goodput.config import CheckpointConfig, FailureBudget, StoreSpec
 from ray_goodput.core.commit import CommitRecord
+from ray_goodput.core.run_state import Resume
 from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.errors import ConfigError, CrashLoopError
-from ray_goodput.goodput.ledger import GoodputReport
-from ray_goodput.goodput.report import render_table
+from ray_goodput.goodput.report import GoodputReport, render_table
 from ray_goodput.storage import open_store
 from ray_goodput.train.callbacks import GoodputCallback
 from ray_goodput.train.datasets import prepare_dataset
@@ -38,9 +40,15 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class GoodputResult(ray.train.Result):
-    """Ray's `Result`, plus the run's goodput; `checkpoint` is the newest committed one."""
+    """Ray's `Result`, plus the run's goodput; `checkpoint` is the newest committed one.
+
+    resumes: where each attempt of this driver began.
+    history: (step, metrics of rank 0) in step order; a step done again counts once, with its last values.
+    """
 
     goodput: GoodputReport | None = None
+    resumes: tuple[Resume, ...] = ()
+    history: tuple[tuple[int, dict[str, float]], ...] = ()
 
 
 class GoodputTrainer(TorchTrainer):
@@ -120,10 +128,10 @@ class GoodputTrainer(TorchTrainer):
         newest = self._prepare()
         if not ray.is_initialized():
             ray.init()
-        coordinator = start_coordinator(self._spec.run)
+        coordinator = start_coordinator(dataclasses.replace(self._spec.run, started_at_s=time.time()))
         if newest is not None:
             logger.info("Run %s goes on from the commit of step %d.", self._spec.run.run, newest.checkpoint.step)
-        report: GoodputReport | None = None
+        end: RunEnd | None = None
         try:
             result = super().fit()
         except TrainingFailedError as error:
@@ -135,12 +143,13 @@ class GoodputTrainer(TorchTrainer):
                 raise CrashLoopError(gave_up) from error
             raise
         finally:
-            report, newest = _close_books(coordinator)
+            end = _close_books(coordinator)
             ray.kill(coordinator)
-        return GoodputResult(
-            **{f.name: getattr(result, f.name) for f in dataclasses.fields(ray.train.Result)} | {"checkpoint": self._checkpoint(newest)},
-            goodput=report,
-        )
+        rays = {f.name: getattr(result, f.name) for f in dataclasses.fields(ray.train.Result)}
+        if end is None:
+            return GoodputResult(**rays)
+        rays["checkpoint"] = self._checkpoint(end.newest)
+        return GoodputResult(**rays, goodput=end.report, resumes=end.resumes, history=end.history)
 
     def _prepare(self) -> CommitRecord | None:
         """Find out what is wrong before anything is started; leave manifests in the storage."""
@@ -192,15 +201,15 @@ def _in_session(train_loop: Callable[..., Any], spec: TrainSpec) -> Callable[...
     return without_config
 
 
-def _close_books(coordinator: Any) -> tuple[GoodputReport | None, CommitRecord | None]:
-    """The final report, printed; None if the coordinator cannot answer: a run's result never depends on its books."""
+def _close_books(coordinator: Any) -> RunEnd | None:
+    """The run's end, its table printed; None if the coordinator cannot answer: a result never depends on the books."""
     try:
-        report, newest = ray.get(coordinator.finish.remote(), timeout=60)
+        end: RunEnd = ray.get(coordinator.finish.remote(), timeout=60)
     except (ray.exceptions.RayError, TimeoutError) as error:
         logger.warning("The ledger could not be closed (%s); the run's result is not affected.", error)
-        return None, None
-    print(render_table(report), flush=True)
-    return report, newest
+        return None
+    print(render_table(end.report), flush=True)
+    return end
 
 
 def _max_workers(scaling: ray.train.ScalingConfig) -> int:

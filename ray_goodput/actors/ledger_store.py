@@ -1,0 +1,133 @@
+"""The run's ledger behind a lock, with its segments in storage. Nothing here raises into the coordinator's callers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from ray_goodput.clock import Clock
+from ray_goodput.errors import GoodputError, StorageError
+from ray_goodput.goodput.journal import JournalPage
+from ray_goodput.goodput.ledger import Ledger
+from ray_goodput.goodput.report import GoodputReport
+from ray_goodput.storage.protocol import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "ledger"
+
+
+class LedgerStore:
+    """Thread-safe. `open()` replays the segments of earlier lives; `flush()` writes what is new as the next segment.
+
+    Times are wall clock: they go on when the coordinator is restarted, or on another machine.
+    """
+
+    flush_interval_s = 10.0
+
+    def __init__(self, *, store: ObjectStore, clock: Clock, target_world: int) -> None:
+        self._store = store
+        self._clock = clock
+        self._target_world = target_world
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._ledger = Ledger(target_world)
+
+    def open(self, run_started_at: float) -> None:
+        """Take up the ledger in storage; a damaged one is set aside with a warning, and a new one begun.
+
+        run_started_at: when the driver took the run up; the same at each restart of the coordinator under one driver.
+        """
+        lines: list[bytes] = []
+        try:
+            for info in self._store.list(FOLDER):
+                lines += self._store.get(info.key).splitlines()
+            ledger = Ledger.from_lines(lines, self._target_world)
+        except StorageError as error:
+            logger.warning("The ledger of earlier attempts cannot be used, a new one begins: %s", error)
+            self._set_aside()
+            ledger = Ledger(self._target_world)
+        with self._lock:
+            self._ledger = ledger
+            self._ledger.run_started(run_started_at)
+
+    @property
+    def highest_attempt(self) -> int:
+        """The largest attempt number in the books, 0 for none."""
+        with self._lock:
+            return max((a.attempt for a in self._ledger.report().attempts), default=0)
+
+    def attempt_started(self, attempt: int, world: int) -> None:
+        with self._lock:
+            self._ledger.attempt_started(attempt, world, self._clock.at_s())
+        self.flush()  # the number must outlive this process: it fences
+
+    def rank_hello(self, attempt: int, world_rank: int, journal_s: float) -> None:
+        with self._lock:
+            self._ledger.rank_hello(attempt, world_rank, self._clock.at_s(), journal_s)
+
+    def add_page(self, page: JournalPage) -> int:
+        with self._lock:
+            return self._ledger.page(page, self._clock.at_s())
+
+    def add_tail(self, page: JournalPage) -> None:
+        """A page read from the disk of a dead rank's node: it says nothing about when it arrived."""
+        with self._lock:
+            self._ledger.page(page)
+
+    def commit(self, step: int, attempt: int) -> None:
+        with self._lock:
+            self._ledger.commit(step, attempt, self._clock.at_s())
+
+    def resumed(self, attempt: int, step: int) -> None:
+        with self._lock:
+            self._ledger.resumed(attempt, step)
+
+    def attempt_ended(self, attempt: int, outcome: str, *, ranks: Sequence[int] = (), reason: str = "") -> None:
+        """The first word about an attempt's end counts."""
+        if attempt < 1:
+            return
+        with self._lock:
+            self._ledger.attempt_ended(attempt, self._clock.at_s(), outcome, ranks=ranks, reason=reason)
+
+    def failure_history(self) -> tuple[int, float]:
+        """Incidents so far, and the accelerator-seconds in which they happened."""
+        with self._lock:
+            report = self._ledger.report(self._clock.at_s())
+        return len(report.incidents), report.wall_s * report.target_world
+
+    def report(self) -> GoodputReport:
+        """The accounts as of now."""
+        with self._lock:
+            return self._ledger.report(self._clock.at_s())
+
+    def finish(self) -> GoodputReport:
+        """The run is over: the last segment is written, if the storage takes it."""
+        with self._lock:
+            self._ledger.run_ended(self._clock.at_s())
+            report = self._ledger.report()
+        self.flush()
+        return report
+
+    def flush(self) -> None:
+        """Write every segment that is not in storage yet; one that fails is written again next time."""
+        with self._writing:
+            with self._lock:
+                segments = self._ledger.to_segments()
+            for segment in segments:
+                try:
+                    self._store.put(f"{FOLDER}/{segment.name}", segment.data)
+                except GoodputError as error:
+                    logger.warning("The ledger could not be written now; it is tried again: %s", error)
+                    return
+                with self._lock:
+                    self._ledger.saved(segment.number)
+
+    def _set_aside(self) -> None:
+        try:
+            for info in list(self._store.list(FOLDER)):
+                self._store.put(f"{FOLDER}-damaged/{info.key.removeprefix(FOLDER + '/')}", self._store.get(info.key))
+                self._store.delete([info.key])
+        except GoodputError as error:
+            logger.warning("The damaged ledger could not be set aside: %s", error)

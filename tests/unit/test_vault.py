@@ -1,0 +1,184 @@
+"""Laws of the vault: what a rank staged is in storage and known to the coordinator, whoever dies in between."""
+
+from pathlib import Path
+
+import pytest
+
+from ray_goodput.actors.commits import CHECKPOINTS, CommitLog
+from ray_goodput.actors.names import attempt_dir
+from ray_goodput.actors.vault import CheckpointVault, journal_path
+from ray_goodput.checkpoint.slots import sidecar_path, write_sidecar
+from ray_goodput.clock import ManualClock, SystemClock
+from ray_goodput.config import StoreSpec
+from ray_goodput.core.buckets import Bucket
+from ray_goodput.core.commit import CheckpointId, Extent, LandedSlice, StagedSlice
+from ray_goodput.errors import FencedError, StorageAccessError, StorageError
+from ray_goodput.goodput.journal import JournalPage, JournalWriter
+from ray_goodput.goodput.recorder import Recorder
+from ray_goodput.storage import open_store
+from ray_goodput.storage.faults import FaultyStore
+
+
+class Coordinator:
+    """A commit log that also keeps the journals it is given."""
+
+    def __init__(self, store) -> None:
+        self.log = CommitLog(run="r", store=store, clock=ManualClock())
+        self.log.open()
+        self.tails: list[tuple[int, int, JournalPage]] = []
+
+    def landed(self, landed: LandedSlice) -> None:
+        self.log.landed(landed)
+
+    def journal_tail(self, attempt: int, world_rank: int, page: JournalPage) -> None:
+        self.tails.append((attempt, world_rank, page))
+
+
+class Node:
+    """One node's folders, a storage and a vault."""
+
+    def __init__(self, tmp_path: Path, **vault_arguments) -> None:
+        self.store = open_store(StoreSpec(uri=str(tmp_path / "storage")))
+        self.coordinator = Coordinator(self.store)
+        self.slots, self.local, self.journals = tmp_path / "slots", tmp_path / "local", tmp_path / "journals"
+        arguments = {"store": self.store, "sleep": lambda s: None, **vault_arguments}
+        self.vault = CheckpointVault(
+            node_id="n",
+            coordinator=self.coordinator,
+            local_checkpoints=self.local,
+            slots=[self.slots],
+            journals=self.journals,
+            **arguments,
+        )
+
+    def stage(self, step: int, *, attempt: int = 1, data: bytes = b"weights", world_rank: int = 0) -> StagedSlice:
+        folder = attempt_dir(self.slots, attempt)
+        folder.mkdir(parents=True, exist_ok=True)
+        slot = folder / f"rank-{world_rank:05d}-{step}.slot"
+        slot.write_bytes(data + b"meta")
+        staged = StagedSlice(
+            checkpoint=CheckpointId(step, attempt),
+            world_rank=world_rank,
+            world_size=1,
+            slot_path=str(slot),
+            extents=(
+                Extent(name="__0_0.distcp", offset=0, size_bytes=len(data)),
+                Extent(name=".metadata", offset=len(data), size_bytes=4),
+            ),
+            structure_digest="d",
+            cursors={},
+            metadata=b"meta",
+        )
+        write_sidecar(staged)
+        return staged
+
+
+def test_a_persisted_slice_is_in_storage_committed_and_copied_locally(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    staged = node.stage(10, data=b"x" * (20 << 20))
+    node.vault.persist(staged)
+    newest = node.coordinator.log.newest()
+    assert newest is not None and newest.checkpoint == CheckpointId(10, 1)
+    folder = CheckpointId(10, 1).folder
+    assert node.store.get(f"{CHECKPOINTS}/{folder}/__0_0.distcp") == b"x" * (20 << 20)
+    assert node.store.get(f"{CHECKPOINTS}/{folder}/.metadata") == b"meta"
+    assert (node.local / folder / "__0_0.distcp").stat().st_size == 20 << 20
+    assert not sidecar_path(staged.slot_path).exists()
+
+
+def test_a_slice_of_no_bytes_is_persisted_too(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.vault.persist(node.stage(10, data=b""))
+    newest = node.coordinator.log.newest()
+    assert newest is not None and {o.name: o.size_bytes for o in newest.objects} == {"__0_0.distcp": 0, ".metadata": 4}
+
+
+def test_a_store_that_fails_for_a_while_delays_a_save_and_loses_nothing(tmp_path: Path) -> None:
+    calls = []
+
+    def fail_thrice(op: str, key: str, n: int) -> None:
+        calls.append(op)
+        if len(calls) <= 3:
+            raise StorageError("503")
+
+    store = open_store(StoreSpec(uri=str(tmp_path / "storage")))
+    node = Node(tmp_path, store=FaultyStore(store, before=fail_thrice))
+    node.vault.persist(node.stage(10))
+    assert node.coordinator.log.newest() is not None and len(calls) == 4
+
+
+def test_wrong_keys_are_not_tried_again(tmp_path: Path) -> None:
+    calls = []
+
+    def refuse(op: str, key: str, n: int) -> None:
+        calls.append(op)
+        raise StorageAccessError("wrong keys")
+
+    store = open_store(StoreSpec(uri=str(tmp_path / "storage")))
+    node = Node(tmp_path, store=FaultyStore(store, before=refuse))
+    with pytest.raises(StorageAccessError):
+        node.vault.persist(node.stage(10))
+    assert len(calls) == 1
+
+
+def test_adopt_finishes_what_a_dead_worker_staged_and_cleans_up(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.stage(10)
+    node.vault.adopt(2)
+    newest = node.coordinator.log.newest()
+    assert newest is not None and newest.checkpoint == CheckpointId(10, 1)
+    assert not attempt_dir(node.slots, 1).exists()
+
+
+def test_adopt_leaves_the_living_attempt_alone(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    staged = node.stage(10, attempt=2)
+    node.vault.adopt(2)
+    assert Path(staged.slot_path).exists() and node.coordinator.log.newest() is None
+
+
+def test_adopt_drops_what_was_fenced_meanwhile(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    staged = node.stage(10)
+    node.coordinator.log.fence_and_choose(2)
+    node.vault.adopt(2)
+    assert node.coordinator.log.newest() is None and not Path(staged.slot_path).exists()
+    with pytest.raises(FencedError):
+        node.vault.persist(node.stage(11))
+
+
+def test_a_slot_without_a_sidecar_was_never_complete_and_is_removed(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    staged = node.stage(10)
+    sidecar_path(staged.slot_path).unlink()
+    node.vault.adopt(2)
+    assert node.coordinator.log.newest() is None and not Path(staged.slot_path).exists()
+
+
+def test_adopt_hands_over_the_journals_of_dead_ranks(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    path = journal_path(node.journals, 1, 3)
+    path.parent.mkdir(parents=True)
+    recorder = Recorder(JournalWriter(path, run="r", attempt=1, world_rank=3, node="n"), SystemClock())
+    recorder.start(threads=False)
+    recorder.switch(Bucket.STEP)
+    recorder.step_done(1)
+    node.vault.adopt(2)
+    assert [(a, r) for a, r, _ in node.coordinator.tails] == [(1, 3)] and not path.exists()
+
+
+def test_only_the_newest_local_copies_are_kept(tmp_path: Path) -> None:
+    node = Node(tmp_path, keep_local=2)
+    for step in (10, 20, 30):
+        node.vault.persist(node.stage(step))
+    assert sorted(p.name for p in node.local.iterdir()) == [CheckpointId(s, 1).folder for s in (20, 30)]
+
+
+def test_a_coordinator_that_died_with_its_notes_is_told_again(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.coordinator.landed = lambda landed: None  # type: ignore[method-assign]
+    node.vault.persist(node.stage(10))
+    del node.coordinator.landed
+    assert node.coordinator.log.newest() is None
+    node.vault.land_again(10)
+    assert node.coordinator.log.newest() is not None
