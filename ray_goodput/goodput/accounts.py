@@ -1,0 +1,222 @@
+"""From the books to the report: places every rank-second of the wall clock in one bucket (law G1).
+
+Of a rank in an attempt the coordinator knows when the attempt began and ended and when the rank's journal began; the
+journal says how long was spent on what. So the time before the journal is startup, the time after it is detect or
+shutdown, and clocks of two machines are never subtracted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ray_goodput.core.buckets import Bucket
+from ray_goodput.goodput.books import NUM_BUCKETS, AttemptBook, RankBook, Session
+from ray_goodput.goodput.report import AttemptReport, GoodputReport, Incident
+
+CLEAN_OUTCOMES = frozenset({"finished", "stopped", "resized"})
+"""Outcomes after which a rank's remaining time is shutdown; after any other it is detect."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Rank-seconds by bucket."""
+
+    s: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
+    uncertain: float = 0.0
+
+    def named(self) -> dict[str, float]:
+        return {bucket.label: self.s[bucket] for bucket in Bucket}
+
+
+@dataclass(slots=True)
+class _Placed:
+    """An attempt on the wall clock, with its gaps."""
+
+    book: AttemptBook
+    end: float
+    ended: bool
+    sums: _Sums
+
+
+def close_books(
+    sessions: Sequence[Session], *, target_world: int, durable_step: int | None, at: float, heartbeat_s: float
+) -> GoodputReport:
+    """The report as of `at` (coordinator's clock); what has an end already is not touched by `at`."""
+    placed: list[_Placed] = []
+    rest = _Sums()  # of sessions without an attempt
+    wall = 0.0
+    for session in sessions:
+        end = session.ended_at if session.ended_at is not None else at
+        end = max(end, session.started_at)
+        wall += end - session.started_at
+        here = _place(session, end, target_world, heartbeat_s)
+        placed += here
+        if not here:
+            rest.s[Bucket.STARTUP] += target_world * (end - session.started_at)
+    began = [p.book.began for p in placed]
+    committed = lost = 0.0
+    for i, p in enumerate(placed):
+        # A step survives if no later attempt began at or before it, that is, went on after an earlier one.
+        cutoff = min((b for b in began[i + 1 :] if b is not None), default=None)
+        gone = _after(p.book, cutoff) if cutoff is not None else 0.0
+        kept = min(x for x in (cutoff, durable_step or 0) if x is not None)
+        p.sums.s[Bucket.LOST] += gone
+        p.sums.s[Bucket.STEP] -= gone
+        lost += gone
+        committed += p.book.steps.up_to(kept) / 1e9
+    parts = [rest, *(p.sums for p in placed)]
+    sums = [sum(part.s[i] for part in parts) for i in range(NUM_BUCKETS)]
+    total = sum(sums)
+    step, idle = sums[Bucket.STEP], sums[Bucket.IDLE_NODES]
+    return GoodputReport(
+        overall=step / total if total > 0 else 0.0,
+        availability=(total - idle) / total if total > 0 else 0.0,
+        runtime=step / (total - idle) if total > idle else 0.0,
+        wall_s=wall,
+        target_world=target_world,
+        buckets_s={bucket.label: sums[bucket] for bucket in Bucket},
+        committed_s=committed,
+        at_risk_s=step - committed,
+        lost_s=lost,
+        uncertainty_s=sum(part.uncertain for part in parts),
+        imbalance_s=total - target_world * wall,
+        durable_step=durable_step,
+        finished=bool(sessions) and sessions[-1].ended_at is not None,
+        attempts=tuple(_attempt_report(p) for p in placed),
+        incidents=tuple(_incidents(placed, at)),
+    )
+
+
+def _place(session: Session, session_end: float, target: int, heartbeat_s: float) -> list[_Placed]:
+    placed: list[_Placed] = []
+    cursor = session.started_at
+    books = session.attempts
+    for i, book in enumerate(books):
+        last = i + 1 == len(books)
+        start = min(max(book.started_at, cursor), session_end)
+        limit = session_end if last else max(start, min(books[i + 1].started_at, session_end))
+        ended = book.ended_at is not None or not last or session.ended_at is not None
+        end = limit if book.ended_at is None else max(start, min(book.ended_at, limit))
+        sums = _Sums()
+        gap = start - cursor
+        sums.s[Bucket.STARTUP if i == 0 else Bucket.RESTART] += book.world * gap
+        for world_rank in range(book.world):
+            _rank(sums, book, book.ranks.get(world_rank), start, end, ended, heartbeat_s)
+        tail = session_end - end if last else 0.0
+        if tail > 0:
+            clean = book.outcome in CLEAN_OUTCOMES
+            sums.s[Bucket.SHUTDOWN if clean else Bucket.RESTART] += book.world * tail
+        sums.s[Bucket.IDLE_NODES] += (target - book.world) * (gap + (end - start) + tail)
+        placed.append(_Placed(book, end, ended, sums))
+        cursor = end
+    return placed
+
+
+def _rank(
+    sums: _Sums, book: AttemptBook, rank: RankBook | None, start: float, end: float, ended: bool, heartbeat_s: float
+) -> None:
+    duration = end - start
+    stepped = book.last_done is not None
+    if rank is None or rank.started_at is None:
+        # Never heard of. If others took steps, so did this one, and its journal is what is missing.
+        sums.s[Bucket.OTHER if stepped else Bucket.STARTUP] += duration
+        sums.uncertain += duration if stepped else 0.0
+        return
+    before = min(max(0.0, rank.started_at - start), duration)
+    for bucket, ns in enumerate(rank.ns):
+        sums.s[bucket] += ns / 1e9
+    if rank.open_bucket is not None:
+        sums.s[rank.open_bucket] += rank.open_ns / 1e9
+    sums.uncertain += rank.gap_ns / 1e9
+    left = duration - before - (sum(rank.ns) + rank.open_ns) / 1e9
+    if left < 0:
+        # The journal knows of more time than the coordinator has for it: a hello that took long to arrive, or an end
+        # that was noted early. Shorten the startup; what is still too much shows as imbalance.
+        sums.uncertain -= left
+        before = max(0.0, before + left)
+        left = 0.0
+    sums.s[Bucket.STARTUP] += before
+    silent = rank.next_record == 0 and rank.open_bucket is None
+    if silent and stepped:
+        sums.s[Bucket.OTHER] += left
+        sums.uncertain += left
+    elif not ended:
+        sums.s[Bucket.OTHER if rank.open_bucket is None else rank.open_bucket] += left
+        sums.uncertain += left
+    else:
+        sums.s[Bucket.SHUTDOWN if book.outcome in CLEAN_OUTCOMES else Bucket.DETECT] += left
+        sums.uncertain += 0.0 if rank.closed else min(left, heartbeat_s)
+
+
+def _after(book: AttemptBook, cutoff: int) -> float:
+    """Rank-seconds of steps after `cutoff`, those in progress included."""
+    ns = book.steps.total() - book.steps.up_to(cutoff)
+    for world_rank, rank in book.ranks.items():
+        if rank.open_bucket == Bucket.STEP and world_rank < book.world and book.step_of(rank, rank.open_step) > cutoff:
+            ns += rank.open_ns
+    return ns / 1e9
+
+
+def _attempt_report(placed: _Placed) -> AttemptReport:
+    book = placed.book
+    return AttemptReport(
+        attempt=book.attempt,
+        world=book.world,
+        outcome=book.outcome or ("unknown" if placed.ended else "running"),
+        started_at_s=book.started_at,
+        duration_s=max(0.0, placed.end - book.started_at),
+        resumed_step=book.began,
+        last_step=book.last_done,
+        buckets_s=placed.sums.named(),
+    )
+
+
+def _incidents(placed: Sequence[_Placed], at: float) -> list[Incident]:
+    incidents: list[Incident] = []
+    reached: int | None = None
+    for i, p in enumerate(placed):
+        book = p.book
+        if book.last_done is not None:
+            reached = book.last_done
+        if not p.ended or book.outcome in ("finished", "stopped"):
+            continue
+        # Attempts that never took a step are part of the same outage, each an incident of its own.
+        following = placed[i + 1].book if i + 1 < len(placed) else None
+        resumed = following.began if following else None
+        back = next((t for q in placed[i + 1 :] if (t := _first_step_at(q.book)) is not None), None)
+        incidents.append(
+            Incident(
+                attempt=book.attempt,
+                kind=book.outcome or "unknown",
+                reason=book.reason,
+                ranks=book.lost_ranks,
+                step_reached=reached,
+                step_resumed=resumed,
+                steps_lost=max(0, (reached or 0) - resumed) if resumed is not None else 0,
+                lost_s=p.sums.s[Bucket.LOST],
+                down_s=max(0.0, (at if back is None else back) - _last_sign(p)),
+            )
+        )
+    return incidents
+
+
+def _last_sign(placed: _Placed) -> float:
+    """When the first rank fell silent, by the coordinator's clock."""
+    book = placed.book
+    ranks = [book.ranks.get(r) for r in book.lost_ranks] or list(book.ranks.values())
+    signs = [r.started_at + r.life_ns / 1e9 for r in ranks if r is not None and r.started_at is not None]
+    return min([*signs, placed.end])
+
+
+def _first_step_at(book: AttemptBook) -> float | None:
+    """When every rank that stepped had done its first step."""
+    ranks = book.ranks.values()
+    return max(
+        (
+            r.started_at + r.first_done_ns / 1e9
+            for r in ranks
+            if r.started_at is not None and r.first_done_ns is not None
+        ),
+        default=None,
+    )

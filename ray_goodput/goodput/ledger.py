@@ -1,0 +1,293 @@
+"""The ledger of a run: takes in events and journal pages in any sensible order, says where every rank-second went.
+
+Pure: no clock, no I/O. It lives in the coordinator, and what it knows is written as numbered immutable segments of JSON
+lines, from which a coordinator that was restarted, or a new driver, goes on. README.md of this folder has the format.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray_goodput.errors import StorageError
+from ray_goodput.goodput.accounts import close_books
+from ray_goodput.goodput.books import AttemptBook, RankBook, Session
+from ray_goodput.goodput.journal import JournalPage
+from ray_goodput.goodput.report import GoodputReport
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "ray_goodput.ledger"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSegment:
+    """One immutable part of the ledger: its number, object name and bytes (UTF-8, one JSON object a line)."""
+
+    number: int
+    data: bytes
+
+    @property
+    def name(self) -> str:
+        return f"ledger-{self.number:08d}.jsonl"
+
+
+class Ledger:
+    """Accounts of one run. Not thread-safe.
+
+    All `at` are seconds of the coordinator's clock: one that goes on when the coordinator is restarted elsewhere, so
+    the wall clock. Steps count from 1: step N is done when N optimizer steps are, a commit of step N holds what N steps
+    made, and an attempt that resumed from it has N + 1 as its first. Facts may be told twice; what contradicts the
+    books (an unknown attempt, a rank outside the world) is logged and left out, never raised.
+    """
+
+    def __init__(self, target_world: int, *, heartbeat_s: float = 1.0) -> None:
+        self.target_world = target_world
+        self._heartbeat_s = heartbeat_s
+        self._sessions: list[Session] = []
+        self._attempts: dict[int, AttemptBook] = {}
+        self._durable: int | None = None
+        self._last_at: float | None = None
+        self._lines: list[dict[str, Any]] = []  # not in a segment yet
+        self._touched: dict[tuple[int, int], None] = {}  # (attempt, world_rank) with news not in a segment yet
+        self._segments: dict[int, LedgerSegment] = {}  # sealed, not yet told to be saved
+        self._next_segment = 0
+        self._refused: set[tuple[str, int, int]] = set()
+
+    # What the coordinator tells.
+
+    def run_started(self, at: float) -> None:
+        """A driver took the run up; not to be repeated by a coordinator that was restarted under the same driver."""
+        if self._sessions and self._sessions[-1].ended_at is None:
+            if at == self._sessions[-1].started_at:
+                return
+            # The driver before died without a word: its books end with what was last heard.
+            self._sessions[-1].ended_at = max(self._sessions[-1].started_at, self._last_at or at)
+        elif self._sessions and at == self._sessions[-1].started_at:
+            return
+        self._sessions.append(Session(at))
+        self._note(at, "run_started")
+
+    def attempt_started(self, attempt: int, world: int, at: float) -> None:
+        """`world` workers are allocated; attempt numbers grow over the whole run."""
+        if attempt in self._attempts:
+            return
+        if not self._sessions or self._sessions[-1].ended_at is not None:
+            self.run_started(at)
+        book = AttemptBook(attempt, world, at)
+        self._attempts[attempt] = book
+        self._sessions[-1].attempts.append(book)
+        self.target_world = max(self.target_world, world)
+        self._note(at, "attempt_started", attempt=attempt, world=world)
+
+    def rank_hello(self, attempt: int, world_rank: int, at: float, journal_s: float = 0.0) -> None:
+        """A rank said hello; its journal had been running for `journal_s` (`Recorder.elapsed_s`) by then."""
+        book = self._book(attempt, world_rank, "rank_hello")
+        if book is None:
+            return
+        rank = book.ranks.setdefault(world_rank, RankBook())
+        if rank.started_at is None or at - journal_s < rank.started_at:
+            rank.started_at = at - journal_s
+            self._touched[attempt, world_rank] = None
+        self._seen(at)
+
+    def page(self, page: JournalPage, at: float | None = None) -> int:
+        """Take in a rank's page, and give the number of the record wanted next (see `Recorder`'s `send`).
+
+        Idempotent by (attempt, world_rank, first_record); pages may overlap. `at`: when it arrived, if known.
+        """
+        attempt, world_rank = page.header.attempt, page.header.world_rank
+        book = self._book(attempt, world_rank, "page")
+        if book is None:
+            return page.first_record  # kept by the sender, in case the attempt is told of later
+        if book.take(page, at):
+            self._touched[attempt, world_rank] = None
+        if at is not None:
+            self._seen(at)
+        return book.ranks[world_rank].next_record
+
+    def commit(self, step: int, attempt: int, at: float) -> None:
+        """The checkpoint of `step` is durable."""
+        if self._durable is None or step > self._durable:
+            self._durable = step
+            for book in self._attempts.values():
+                book.steps.settle(step)
+            self._note(at, "commit", step=step, attempt=attempt)
+
+    def resumed(self, attempt: int, step: int) -> None:
+        """The attempt goes on after `step`; 0 when there was nothing to restore."""
+        book = self._book(attempt, 0, "resumed")
+        if book is None or book.resumed is not None:
+            return
+        book.resumed = step
+        for number, other in self._attempts.items():
+            if number < attempt:
+                other.steps.settle(step)  # the border of what it lost
+        if self._durable is not None and step < self._durable:
+            self._durable = step or None  # the commits after it turned out to be bad
+        self._note(None, "resumed", attempt=attempt, step=step)
+
+    def attempt_ended(
+        self, attempt: int, at: float, outcome: str, *, ranks: Sequence[int] = (), reason: str = ""
+    ) -> None:
+        """The attempt is over for the controller: "finished", "stopped" or "resized", else an incident of that kind.
+
+        ranks: those known to be lost. reason: one line for people.
+        """
+        book = self._book(attempt, 0, "attempt_ended")
+        if book is None or book.ended_at is not None:
+            return
+        book.ended_at, book.outcome, book.reason, book.lost_ranks = at, outcome, reason, tuple(ranks)
+        self._note(at, "attempt_ended", attempt=attempt, outcome=outcome, ranks=list(ranks), reason=reason)
+
+    def run_ended(self, at: float) -> None:
+        """The driver is done with the run."""
+        if self._sessions and self._sessions[-1].ended_at is None:
+            self._sessions[-1].ended_at = at
+            self._note(at, "run_ended")
+
+    # What comes out.
+
+    @property
+    def durable_step(self) -> int | None:
+        """The newest commit that is not known to be bad."""
+        return self._durable
+
+    def report(self, at: float | None = None) -> GoodputReport:
+        """The accounts as of `at`, or of the last event."""
+        if at is None:
+            at = self._last_at if self._last_at is not None else 0.0
+        return close_books(
+            self._sessions,
+            target_world=self.target_world,
+            durable_step=self._durable,
+            at=at,
+            heartbeat_s=self._heartbeat_s,
+        )
+
+    def to_segments(self) -> tuple[LedgerSegment, ...]:
+        """Seal what is new into a segment, and give all segments not yet told to be `saved`, oldest first.
+
+        How often is free: what a dead coordinator had not saved yet, the ranks deliver again.
+        """
+        lines = [*self._lines, *self._news()]
+        if lines:
+            head = {
+                "format": FORMAT,
+                "version": VERSION,
+                "segment": self._next_segment,
+                "target_world": self.target_world,
+            }
+            data = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in [head, *lines]).encode()
+            self._segments[self._next_segment] = LedgerSegment(self._next_segment, data)
+            self._next_segment += 1
+            self._lines = []
+        return tuple(self._segments.values())
+
+    def saved(self, number: int) -> None:
+        """Segment `number` is durable; forget its bytes."""
+        self._segments.pop(number, None)
+
+    @classmethod
+    def from_lines(cls, lines: Iterable[str | bytes], target_world: int = 0, *, heartbeat_s: float = 1.0) -> Ledger:
+        """The ledger that the lines of all its segments, oldest first, describe. A repeated segment counts once.
+
+        Raises:
+            StorageError: a line cannot be read, a segment is missing, or a newer release wrote it.
+        """
+        ledger = cls(target_world, heartbeat_s=heartbeat_s)
+        skip = True
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                body = json.loads(line)
+                if "format" in body:
+                    skip = ledger._enter_segment(body)
+                elif not skip:
+                    ledger._replay(body)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise StorageError(
+                    f"Line {number} of the ledger cannot be read ({error!r}): the goodput of this run is unknown, its "
+                    "checkpoints are not affected. Delete the run's ledger to start a new one."
+                ) from error
+        ledger._lines, ledger._touched = [], {}
+        for book in ledger._attempts.values():
+            book.steps.take_changes()
+        return ledger
+
+    def _enter_segment(self, head: dict[str, Any]) -> bool:
+        if head["format"] != FORMAT or head["version"] != VERSION:
+            raise StorageError(
+                f"The ledger has format {head['format']!r} version {head['version']}, this release reads {FORMAT!r} "
+                f"version {VERSION}: use the release that wrote it."
+            )
+        if head["segment"] > self._next_segment:
+            raise StorageError(f"Segment {self._next_segment} of the ledger is missing, {head['segment']} is there.")
+        if head["segment"] < self._next_segment:
+            return True
+        self._next_segment += 1
+        self.target_world = max(self.target_world, head["target_world"])
+        return False
+
+    def _replay(self, line: dict[str, Any]) -> None:
+        match line.pop("event"):
+            case "run_started":
+                self.run_started(line["at"])
+            case "attempt_started":
+                self.attempt_started(**line)
+            case "commit":
+                self.commit(**line)
+            case "resumed":
+                self.resumed(**line)
+            case "attempt_ended":
+                self.attempt_ended(**line)
+            case "run_ended":
+                self.run_ended(line["at"])
+            case "rank":
+                self._attempts[line["attempt"]].ranks[line["world_rank"]] = RankBook.from_dict(line)
+            case "steps":
+                book = self._attempts[line["attempt"]]
+                for first, times in line["ns"]:
+                    for step, ns in enumerate(times, first):
+                        book.steps.add(step, ns)
+            case "seen":
+                self._seen(line["at"])
+            case other:
+                raise ValueError(f"unknown event {other!r}")
+
+    def _news(self) -> list[dict[str, Any]]:
+        """What pages and hellos brought since the last segment: ranks as they stand, step time as what was added."""
+        news: list[dict[str, Any]] = []
+        for attempt, world_rank in self._touched:
+            rank = self._attempts[attempt].ranks[world_rank]
+            news.append({"event": "rank", "attempt": attempt, "world_rank": world_rank, **rank.to_dict()})
+        for attempt in dict.fromkeys(attempt for attempt, _ in self._touched):
+            if runs := self._attempts[attempt].steps.take_changes():
+                news.append({"event": "steps", "attempt": attempt, "ns": runs})
+        if news and self._last_at is not None:
+            news.append({"event": "seen", "at": self._last_at})
+        self._touched = {}
+        return news
+
+    def _book(self, attempt: int, world_rank: int, what: str) -> AttemptBook | None:
+        book = self._attempts.get(attempt)
+        if book is None or not 0 <= world_rank < book.world:
+            logger.warning(
+                "The ledger leaves out a %s of attempt %d, rank %d: it knows none.", what, attempt, world_rank
+            )
+            return None
+        return book
+
+    def _seen(self, at: float) -> None:
+        self._last_at = at if self._last_at is None else max(at, self._last_at)
+
+    def _note(self, at: float | None, event: str, **fields: Any) -> None:
+        if at is not None:
+            self._seen(at)
+            fields["at"] = at
+        self._lines.append({"event": event, **fields})
