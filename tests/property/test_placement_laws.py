@@ -1,0 +1,112 @@
+"""Laws of the shard sequence: prefetching along it never makes a batch wait for a shard that is not listed yet."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_goodput.core.batches import BatchPlan, local_slots
+from ray_goodput.core.order import SampleOrder
+from ray_goodput.core.placement import live_set, live_set_bytes, rank_lanes, shard_sequence, shard_visits
+
+ORDERS = st.builds(
+    SampleOrder,
+    st.lists(st.integers(0, 12), min_size=1, max_size=14).filter(any),
+    seed=st.integers(0, 99),
+    lanes=st.integers(1, 8),
+    window=st.integers(1, 3),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ORDERS, st.integers(1, 40), st.integers(1, 6), st.booleans(), st.booleans(), st.data())
+def test_each_shard_is_listed_no_later_than_the_first_batch_that_needs_it(
+    order: SampleOrder, g: int, world: int, drop_last: bool, endless: bool, data: st.DataObject
+) -> None:
+    n, epochs = order.num_samples, 3
+    if drop_last:
+        g = min(g, n)
+    ranks = data.draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))
+    start = data.draw(st.integers(0, n + n // 2))
+    plan = BatchPlan(num_samples=n, global_batch_size=g, epochs=epochs, drop_last=drop_last)
+    stop = None if endless else epochs * n
+    visits = list(islice(shard_visits(order, start, stop, g, ranks, world), 1000))
+    first_listed: dict[tuple[int, int], int] = {}
+    for visit in visits:
+        first_listed.setdefault((visit.epoch, visit.data_shard), visit.position)
+    position = start
+    while (batch := plan.at(position)) is not None:
+        for rank in ranks:
+            mine = local_slots(order, batch.start, batch.stop, dp_rank=rank, dp_world=world)
+            shards, _ = order.locate(mine)
+            for index, shard in zip(mine.tolist(), shards.tolist(), strict=True):
+                assert first_listed[index // n, shard] <= index
+        position = batch.samples_end
+    positions = [visit.position for visit in visits]
+    assert positions == sorted(positions)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ORDERS, st.integers(1, 40), st.integers(1, 5), st.integers(0, 60))
+def test_the_sequence_lists_each_shard_once_an_epoch(order: SampleOrder, g: int, world: int, start: int) -> None:
+    n = order.num_samples
+    stop = (start // n + 2) * n
+    visits = shard_visits(order, start, stop, g, range(world), world)
+    by_epoch: dict[int, set[int]] = {}
+    for visit in visits:
+        by_epoch.setdefault(visit.epoch, set()).add(visit.data_shard)
+    listed = list(shard_sequence(order, start, stop, g, range(world), world))
+    assert len(listed) == sum(map(len, by_epoch.values()))
+    full = order.sample_ids(*order.locate(np.arange(n)))
+    assert len(full) == n
+    assert len(by_epoch[start // n + 1]) == len(set(order.locate(np.arange(n))[0].tolist()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(ORDERS, st.integers(1, 40), st.integers(1, 5), st.data())
+def test_one_position_needs_no_more_than_the_live_set(
+    order: SampleOrder, g: int, world: int, data: st.DataObject
+) -> None:
+    ranks = data.draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))
+    bound = live_set(order, g, ranks, world)
+    lanes = rank_lanes(order, g, ranks, world)
+    for offset in range(order.lane_length(0)):
+        needed: set[int] = set()
+        for lane in lanes.tolist():
+            view = order.lane_epoch(0, lane)
+            if offset < order.lane_length(lane):
+                window = int(np.searchsorted(view.window_starts, offset, side="right")) - 1
+                needed.update(view.shards[window * order.window : (window + 1) * order.window].tolist())
+        assert len(needed) <= bound
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 8))
+def test_worlds_that_divide_the_lanes_share_no_lane(per_rank: int, world: int, batches: int) -> None:
+    lanes = per_rank * world
+    g = lanes * batches
+    order = SampleOrder([g * 3] * 2, seed=1, lanes=lanes, window=2)
+    of_ranks = [rank_lanes(order, g, [r], world) for r in range(world)]
+    assert np.concatenate(of_ranks).tolist() == list(range(lanes))
+
+
+def test_a_rank_that_never_gets_a_sample_needs_no_shard() -> None:
+    order = SampleOrder([50], seed=0, lanes=1, window=2)
+    assert list(shard_sequence(order, 0, None, 2, [0], 3)) == []
+    assert list(islice(shard_sequence(order, 0, None, 2, [1], 3), 2)) == [0, 0]
+
+
+def test_an_order_of_many_shards_is_listed_without_building_an_epoch() -> None:
+    order = SampleOrder(np.full(100_000, 10_000), seed=0, lanes=64, window=8)
+    listed = list(islice(shard_sequence(order, 12345 * 512, None, 512, [3], 16), 20))
+    assert len(set(listed)) == 20
+    assert len(order._lane_epochs) == 4
+
+
+def test_the_bytes_of_the_live_set_are_those_of_the_largest_shards() -> None:
+    order = SampleOrder([5] * 10, seed=0, lanes=2, window=2)
+    assert live_set(order, 4, [0], 2) == 2
+    assert live_set_bytes(order, np.arange(10) * 100, 4, [0], 2) == 1700
