@@ -62,7 +62,7 @@ def close_books(
         gone = _after(p.book, cutoff) if cutoff is not None else 0.0
         kept = min(x for x in (cutoff, durable_step or 0) if x is not None)
         p.sums.s[Bucket.LOST] += gone
-        p.sums.s[Bucket.STEP] -= gone
+        p.sums.s[Bucket.STEP] = max(0.0, p.sums.s[Bucket.STEP] - gone)  # never below by a rounding
         lost += gone
         committed += p.book.steps.up_to(kept) / 1e9
     parts = [rest, *(p.sums for p in placed)]
@@ -77,7 +77,7 @@ def close_books(
         target_world=target_world,
         buckets_s={bucket.label: sums[bucket] for bucket in Bucket},
         committed_s=committed,
-        at_risk_s=step - committed,
+        at_risk_s=max(0.0, step - committed),
         lost_s=lost,
         uncertainty_s=sum(part.uncertain for part in parts),
         imbalance_s=total - target_world * wall,

@@ -114,8 +114,11 @@ class Ledger:
         """The checkpoint of `step` is durable."""
         if self._durable is None or step > self._durable:
             self._durable = step
-            for book in self._attempts.values():
-                book.steps.settle(step)
+            # Where an attempt went on is the border of what earlier ones lost: keep it as a border of sums.
+            resumed = {book.resumed for book in self._attempts.values()}
+            for border in sorted({r for r in resumed if r is not None and r < step} | {step}):
+                for book in self._attempts.values():
+                    book.steps.settle(border)
             self._note(at, "commit", step=step, attempt=attempt)
 
     def resumed(self, attempt: int, step: int) -> None:
@@ -124,9 +127,6 @@ class Ledger:
         if book is None or book.resumed is not None:
             return
         book.resumed = step
-        for number, other in self._attempts.items():
-            if number < attempt:
-                other.steps.settle(step)  # the border of what it lost
         if self._durable is not None and step < self._durable:
             self._durable = step or None  # the commits after it turned out to be bad
         self._note(None, "resumed", attempt=attempt, step=step)
@@ -251,10 +251,11 @@ class Ledger:
             case "rank":
                 self._attempts[line["attempt"]].ranks[line["world_rank"]] = RankBook.from_dict(line)
             case "steps":
-                book = self._attempts[line["attempt"]]
+                steps = self._attempts[line["attempt"]].steps
                 for first, times in line["ns"]:
                     for step, ns in enumerate(times, first):
-                        book.steps.add(step, ns)
+                        steps.add(step, ns)
+                steps.first = line["lowest_step"]  # settled time is told by the end of its segment
             case "seen":
                 self._seen(line["at"])
             case other:
@@ -267,8 +268,9 @@ class Ledger:
             rank = self._attempts[attempt].ranks[world_rank]
             news.append({"event": "rank", "attempt": attempt, "world_rank": world_rank, **rank.to_dict()})
         for attempt in dict.fromkeys(attempt for attempt, _ in self._touched):
-            if runs := self._attempts[attempt].steps.take_changes():
-                news.append({"event": "steps", "attempt": attempt, "ns": runs})
+            steps = self._attempts[attempt].steps
+            if runs := steps.take_changes():
+                news.append({"event": "steps", "attempt": attempt, "lowest_step": steps.first, "ns": runs})
         if news and self._last_at is not None:
             news.append({"event": "seen", "at": self._last_at})
         self._touched = {}
@@ -277,9 +279,11 @@ class Ledger:
     def _book(self, attempt: int, world_rank: int, what: str) -> AttemptBook | None:
         book = self._attempts.get(attempt)
         if book is None or not 0 <= world_rank < book.world:
-            logger.warning(
-                "The ledger leaves out a %s of attempt %d, rank %d: it knows none.", what, attempt, world_rank
-            )
+            if (what, attempt, world_rank) not in self._refused:
+                logger.warning(
+                    "The ledger leaves out a %s: it knows no rank %d in attempt %d.", what, world_rank, attempt
+                )
+            self._refused.add((what, attempt, world_rank))
             return None
         return book
 

@@ -153,7 +153,8 @@ def loss_curve(points: Sequence[tuple[int, float]], width: int = 60, height: int
         for row in reversed(range(max(1, height)))
     ]
     steps = f"steps {points[0][0]} to {points[-1][0]}"
-    lines.append(f"{steps}: loss {points[0][1]:.4g} to {points[-1][1]:.4g}, lowest {low:.4g}")
+    lowest = min((loss for _, loss in points if math.isfinite(loss)), default=math.nan)
+    lines.append(f"{steps}: loss {points[0][1]:.4g} to {points[-1][1]:.4g}, lowest {lowest:.4g}")
     return "\n".join(lines)
 
 
