@@ -194,8 +194,8 @@ class CloudStore(BaseStore):
     def abort_uploads(self, prefix: str = "") -> int:
         """Multipart uploads under the folder `prefix` that were never completed are aborted; returns how many.
 
-        Through botocore, since obstore cannot list uploads. Servers that list only uploads of an exact key (MinIO)
-        show fewer than there are.
+        Through botocore, since obstore cannot list uploads. A server that lists only uploads of an exact key shows
+        fewer than there are.
         """
         folder = folder_of(prefix)
         base = join(self._root, folder)
@@ -313,17 +313,7 @@ class CloudStore(BaseStore):
 
     def _advice(self, fault: Fault, error: Exception) -> str:
         endpoint = self._options.endpoint or f"AWS, region {self._options.region or 'us-east-1'}"
-        where = f"Endpoint {endpoint}, bucket {self._bucket}"
-        code, number = cloud_errors.code(error), cloud_errors.status(error)
-        if code == "NoSuchBucket" or isinstance(error, FileNotFoundError):
-            return f"{where}: no such bucket there. Create it or correct the URI or endpoint_url."
-        if fault is Fault.ACCESS and number in (400, 401, 403, None):
-            return f"{where}: check `key` and `secret` in storage_options (or AWS_* variables) and their permissions."
-        if fault is Fault.ACCESS:
-            return f"{where}: check endpoint_url and client_kwargs={{'region_name': ...}}."
-        if number is None:
-            return f"{where}: check that the server is up and endpoint_url is right."
-        return f"{where}."
+        return f"Endpoint {endpoint}, bucket {self._bucket}: {cloud_errors.advice(error, fault)}."
 
 
 def _split(uri: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from ray_goodput.errors import StorageError
+from ray_goodput.errors import StorageError, UploadError
 from ray_goodput.storage.base import BaseStore
 from ray_goodput.storage.disk import free_bytes, fsync_folder, is_tmp, publish, tmp_path
 from ray_goodput.storage.keys import check_key, folder_of
@@ -138,10 +138,14 @@ class LocalStore(BaseStore):
     def _write(self, path: Path, pieces: Iterable[bytes | memoryview], *, replace: bool) -> bool:
         """The file `path` holds `pieces`; False, unchanged, if it exists and `replace` is false."""
         tmp = tmp_path(path)
+        written = 0
         try:
             with _open_new(tmp) as file:
                 for piece in pieces:
-                    file.write(piece)
+                    written += file.write(piece)
+            found = tmp.stat().st_size
+            if found != written:
+                raise UploadError(f"{path} has {found} bytes after {written} bytes were written.")
             if replace:
                 publish(tmp, path)
                 return True

@@ -43,7 +43,11 @@ class ObjectStore(Protocol):
         ...
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
-        """Like `put` but False, changing nothing, if `key` exists. Atomic only where the store can do it."""
+        """Like `put` but False, changing nothing, if `key` exists.
+
+        Atomic only where the store can do it: local disks and AWS can, JuiceFS's gateway cannot. Nothing may depend on
+        it.
+        """
         ...
 
     def upload_file(self, key: str, path: Path, *, offset: int = 0, size_bytes: int | None = None) -> None:
@@ -64,7 +68,7 @@ class ObjectStore(Protocol):
         ...
 
     def list_folders(self, prefix: str = "") -> list[str]:
-        """Names (not paths) of the direct sub-folders of the folder `prefix`, sorted."""
+        """Names (not paths) of the direct sub-folders of the folder `prefix` that hold objects, sorted."""
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
