@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NODE_ID_LABEL = "ray.io/node-id"  # a hard affinity; Ray Data deprecates `scheduling_strategy`
 _RANKING_AGE_S = 2.0
 _quiet = threading.Lock()
 
@@ -44,7 +45,8 @@ class PrefetchActor:
         self._ranking_mono_s = float("-inf")
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        deliveries = [self._deliver(int(feed), int(number)) for feed, number in zip(*_columns(batch), strict=True)]
+        pairs = zip(batch["feed"], batch["number"], strict=True)
+        deliveries = [self._deliver(int(feed), int(number)) for feed, number in pairs]
         return {name: [getattr(delivery, name) for delivery in deliveries] for name in Delivery.__slots__}
 
     def _deliver(self, feed: int, number: int) -> Delivery:
@@ -54,6 +56,7 @@ class PrefetchActor:
         if admission is not Admission.FETCH:
             return Delivery(number=number, data_shard=data_shard)
         fetcher = self._open()
+        self._refresh_ranking()
         before = fetcher.cache.stats
         error = ""
         try:
@@ -74,30 +77,31 @@ class PrefetchActor:
 
     def _open(self) -> ShardFetcher:
         if self._fetcher is None:  # here, not where the pool was made: no store crosses a process
-            spec = ray.get(self._actor.fetch_spec.remote(self._dataset))
+            spec: Any = ray.get(self._actor.fetch_spec.remote(self._dataset))
             cache = NodeCache(self._root, limit_bytes=spec.cache_limit_bytes)
-            cache.rank_by(self._next_uses)
-            self._fetcher = spec.fetcher(cache)
+            cache.rank_by(lambda: self._ranking)
+            self._fetcher = fetcher = spec.fetcher(cache)
+            return fetcher
         return self._fetcher
 
-    def _next_uses(self) -> Mapping[str, float]:
+    def _refresh_ranking(self) -> None:
+        """Asked beforehand, not when room is short: the cache's lock is held then, and the actor may want it too."""
         if time.monotonic() - self._ranking_mono_s > _RANKING_AGE_S:
-            self._ranking = ray.get(self._actor.next_uses.remote())
+            ranking: Any = ray.get(self._actor.next_uses.remote())
+            self._ranking = ranking
             self._ranking_mono_s = time.monotonic()
-        return self._ranking
 
 
 def run_pool(
     *, cache_actor: ActorHandle, dataset: str, root: str, node_id: str, pool_size: int, feed: int, numbers: range
 ) -> Iterator[Delivery]:
-    """Runs the numbers of one feed through a pool of `pool_size` actors on the node, and yields what became of each, in
-    order. Closing the iterator ends the pool.
+    """Runs the numbers of one feed through a pool of `pool_size` actors on the node, and yields what became of each,
+    in order. Closing the iterator ends the pool. Ray Data restarts an actor that dies, and sends its numbers again.
 
     Raises:
         ray.exceptions.RayError: the pool failed as a whole.
     """
     import ray.data
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     _silence_ray_data()
     items = [{"feed": feed, "number": number} for number in numbers]
@@ -107,21 +111,15 @@ def run_pool(
         compute=ray.data.ActorPoolStrategy(size=pool_size, max_tasks_in_flight_per_actor=2),
         batch_size=1,
         num_cpus=0,
-        max_restarts=-1,
-        max_task_retries=-1,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        label_selector={_NODE_ID_LABEL: node_id},
     )
     rows = iter(pool.iter_rows())
     for row in rows:
         yield Delivery(**row)
 
 
-def _columns(batch: Mapping[str, Any]) -> tuple[Any, Any]:
-    return batch["feed"], batch["number"]
-
-
 def _silence_ray_data() -> None:
-    """Ray Data in this process says nothing on the console but errors, and waits for the trainer as long as it takes."""
+    """Ray Data in this process says nothing but errors, and waits for the trainer as long as it takes."""
     from ray.data import DataContext
 
     with _quiet:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -112,18 +112,14 @@ class FetchSpec:
         )
 
 
-def rank_by_need(cache: NodeCache, feeds: Sequence[tuple[ShardFetcher, LookAhead]]) -> None:
-    """From now on `cache` evicts what none of `feeds` needs soon, then what they need last."""
-
-    def ranking() -> dict[str, float]:
-        ranks: dict[str, float] = {}
-        for fetcher, ahead in feeds:
-            for data_shard, use in ahead.next_uses().items():
-                name = fetcher.name(data_shard)
-                ranks[name] = min(use, ranks.get(name, use))
-        return ranks
-
-    cache.rank_by(ranking)
+def next_uses(feeds: Iterable[tuple[ShardFetcher, LookAhead]]) -> dict[str, float]:
+    """Content names that any of `feeds` needs soon, and how far ahead each is: a ranking for `NodeCache.rank_by`."""
+    uses: dict[str, float] = {}
+    for fetcher, ahead in feeds:
+        for data_shard, use in ahead.next_uses().items():
+            name = fetcher.name(data_shard)
+            uses[name] = min(use, uses.get(name, use))
+    return uses
 
 
 def _check_live_set(manifest: Manifest, live: int, limit_bytes: int) -> None:

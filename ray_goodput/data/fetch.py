@@ -13,7 +13,7 @@ import pyarrow as pa
 from ray_goodput.config import environment
 from ray_goodput.core.order import SampleOrder
 from ray_goodput.data.cache import NodeCache
-from ray_goodput.data.feed import FeedSpec, FetchSpec, rank_by_need
+from ray_goodput.data.feed import FeedSpec, FetchSpec, next_uses
 from ray_goodput.data.lookahead import LookAhead
 from ray_goodput.data.shard_fetcher import ShardFetcher
 from ray_goodput.errors import GoodputError
@@ -110,5 +110,5 @@ def open_local_source(
     fetcher = spec.fetcher(cache, manifest)
     feed = FeedSpec(start=start, dp_ranks=(dp_rank,), dp_world=dp_world, epochs=epochs)
     ahead = spec.look_ahead(order, manifest, feed)
-    rank_by_need(cache, [(fetcher, ahead)])
+    cache.rank_by(lambda: next_uses([(fetcher, ahead)]))
     return LocalShardSource(fetcher, ahead).start()

@@ -90,6 +90,12 @@ class LookAhead:
             self._generate_to(number + 1)
             return (number, self._known[number - self._base]) if number < self._base + len(self._known) else None
 
+    def end(self, limit: int) -> int:
+        """Number after the last need, or `limit` if there are more."""
+        with self._changed:
+            self._generate_to(limit)
+            return min(limit, self._base + len(self._known))
+
     def advance(self, samples_consumed: int) -> None:
         """The consumer has consumed that many samples; going back is ignored (a late message)."""
         with self._changed:

@@ -17,7 +17,7 @@ from ray_goodput.core.order import SampleOrder
 from ray_goodput.core.placement import live_set, shard_visits
 from ray_goodput.data import shard_fetcher
 from ray_goodput.data.cache import NodeCache
-from ray_goodput.data.feed import rank_by_need
+from ray_goodput.data.feed import next_uses
 from ray_goodput.data.fetch import LocalShardSource, ShardFetcher
 from ray_goodput.data.lookahead import LookAhead, first_needs
 from ray_goodput.errors import CacheFullError, ObjectChangedError, ObjectNotFoundError, ShardReadError, StorageError
@@ -204,7 +204,7 @@ def local_source(store: Any, cache: NodeCache, *, epochs: int = 1, max_shards: i
         live_shards=live_set(order, 4, (0,), 1),
     )
     fetcher = fetcher_of(store, cache)
-    rank_by_need(cache, [(fetcher, ahead)])
+    cache.rank_by(lambda: next_uses([(fetcher, ahead)]))
     return LocalShardSource(fetcher, ahead).start(), order
 
 
