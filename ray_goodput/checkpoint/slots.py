@@ -1,8 +1,8 @@
 """Slots: files in shared memory that hold one rank's share of a save until it is safe elsewhere.
 
 A slot outlives the process that filled it. A *sidecar* (`<slot>.json`) says what lies in it and exists exactly while
-the content is complete, so a vault can finish the work of a dead worker. The owner keeps a lock on the file (`flock`,
-freed by the kernel when the process dies), so that a slot nobody owns can be told from one being filled.
+the content is complete, so a vault can finish the work of a dead worker. A slot without one is being filled, or was
+when its owner died: give each attempt its own folder, and everything in the folders of dead attempts can go.
 
     FREE --claim--> STAGING --staged--> STAGED --flushed--> FLUSHED --uploaded--> UPLOADED --committed--> COMMITTED
     STAGING --abort--> FREE;  STAGED may go to UPLOADED directly;  release brings STAGED and all later ones to FREE
@@ -10,8 +10,6 @@ freed by the kernel when the process dies), so that a slot nobody owns can be to
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import logging
 import mmap
@@ -33,7 +31,6 @@ from ray_goodput.errors import CheckpointError, CorruptCheckpointError, StagingF
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")
 _SUFFIX = ".slot"
 _SIDECAR_VERSION = 1
 
@@ -135,7 +132,7 @@ class Slot:
             written += os.pwrite(self._fd, data[written:], offset + written)
 
     def close(self, *, remove: bool) -> None:
-        """The mapping and the lock are gone; with `remove`, the file and its sidecar too."""
+        """The mapping is gone; with `remove`, the file and its sidecar too."""
         self._forget_image()
         if remove:
             remove_slot(self.path)
@@ -147,7 +144,6 @@ class Slot:
         if self._fd < 0:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
         if size <= self._size:
             return
         try:
@@ -188,26 +184,6 @@ def remove_slot(path: str | os.PathLike[str]) -> None:
     """The slot and its sidecar do not exist afterwards; the sidecar goes first, since it vouches for the slot."""
     for gone in (sidecar_path(path), Path(path)):
         gone.unlink(missing_ok=True)
-
-
-def is_owned(path: str | os.PathLike[str]) -> bool:
-    """True while the process that made the slot lives."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-
-
-def slots_in(folder: str | os.PathLike[str]) -> list[Path]:
-    """All slots of a folder, with or without a sidecar."""
-    return sorted(Path(folder).glob(f"*{_SUFFIX}"))
 
 
 def sidecar_path(slot_path: str | os.PathLike[str]) -> Path:
@@ -286,33 +262,14 @@ def read_sidecar(path: str | os.PathLike[str]) -> StagedSlice:
 def staged_in(folder: str | os.PathLike[str]) -> Iterator[StagedSlice]:
     """Every complete slice in a folder, newest last; what cannot be read is logged and left out."""
     found = []
-    for path in slots_in(folder):
+    for path in sorted(Path(folder).glob(f"*{_SUFFIX}")):
         sidecar = sidecar_path(path)
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                if sidecar.exists():
-                    found.append(read_sidecar(sidecar))
-            except CorruptCheckpointError as error:
-                logger.warning("%s It is left out.", error)
+        try:
+            if sidecar.exists():
+                found.append(read_sidecar(sidecar))
+        except CorruptCheckpointError as error:
+            logger.warning("%s It is left out.", error)
     yield from sorted(found, key=lambda staged: (staged.checkpoint, staged.world_rank))
-
-
-def choose_slots_dir(run: str, need_bytes: int, *, staging_dir: str | None, local_dir: Path) -> Path:
-    """Folder for a node's slots: `staging_dir` if given, shared memory if it has room for `need_bytes`, else NVMe."""
-    if staging_dir is not None:
-        return Path(staging_dir) / run
-    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
-    if free >= need_bytes:
-        return SHARED_MEMORY / "ray_goodput" / run
-    folder = local_dir / "staging" / run
-    logger.warning(
-        "%s has %s free, staging needs %s: the slots go to %s, which makes saves slower.",
-        SHARED_MEMORY,
-        _mib(free),
-        _mib(need_bytes),
-        folder,
-    )
-    return folder
 
 
 def _cudart() -> Any:

@@ -69,7 +69,7 @@ class Stager:
     """The slots of one rank. `stage` is for the training thread; `release` and `mark` may come from any thread."""
 
     def __init__(self, plan: SavePlan, slots_dir: str | Path, *, num_slots: int = 2) -> None:
-        """`slots_dir`: folder of this node and run (see `choose_slots_dir`), shared with the node's other ranks."""
+        """`slots_dir`: folder of this node, run and attempt, shared with the node's other ranks."""
         self._plan = plan
         self._slots = [Slot(new_slot_path(Path(slots_dir), plan.world_rank)) for _ in range(num_slots)]
         self._lock = threading.Lock()

@@ -132,6 +132,12 @@ def parameter_names(model: nn.Module | None) -> dict[torch.Tensor, str]:
     return {param: names.fqn(model, name) for name, param in model.named_parameters()}
 
 
+def model_key_names(model: nn.Module) -> dict[str, str]:
+    """Key in `model.state_dict()` -> the name it is saved under."""
+    names = _names_of(model)
+    return {key: names.fqn(model, key) for key in model.state_dict()}
+
+
 def names_in_groups(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> list[list[str]]:
     """Names of the parameters of each group; one that the model does not own is named by its place."""
     return [

@@ -1,0 +1,181 @@
+"""Where the objects of one committed checkpoint can be read: local files, each verified against the commit record."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, Protocol
+
+from ray_goodput.core.commit import CommitRecord, ObjectRecord
+from ray_goodput.errors import CorruptCheckpointError, ObjectNotFoundError
+from ray_goodput.storage.checksum import checksum_file
+from ray_goodput.storage.disk import tmp_path
+from ray_goodput.storage.protocol import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+Tier = Literal["local", "storage"]
+
+
+class CheckpointSource(Protocol):
+    """One committed checkpoint. Thread-safe."""
+
+    @property
+    def record(self) -> CommitRecord: ...
+
+    @property
+    def tier(self) -> Tier:
+        """The farthest place that had to be asked so far."""
+        ...
+
+    def path(self, name: str) -> Path:
+        """A local file with exactly the bytes the record promises for object `name`.
+
+        Raises:
+            CorruptCheckpointError: size or checksum differ from the record.
+            ObjectNotFoundError: the record has no such object, or it is gone.
+        """
+        ...
+
+
+def record_of(record: CommitRecord, name: str) -> ObjectRecord:
+    """The record's entry for an object.
+
+    Raises:
+        ObjectNotFoundError: it has none.
+    """
+    for entry in record.objects:
+        if entry.name == name:
+            return entry
+    raise ObjectNotFoundError(
+        f"The commit of {record.checkpoint.folder} has no object {name!r} ({len(record.objects)} others)."
+    )
+
+
+def verify_file(path: Path, entry: ObjectRecord) -> None:
+    """The file's bytes are those of the record.
+
+    Raises:
+        CorruptCheckpointError: another size or checksum, or the file cannot be read.
+    """
+    try:
+        size = path.stat().st_size
+        if size != entry.size_bytes:
+            raise CorruptCheckpointError(f"{path} has {size} bytes, the commit says {entry.size_bytes}.")
+        found = checksum_file(path)
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path} cannot be read ({error}).") from error
+    if found != entry.xxh3_128:
+        raise CorruptCheckpointError(
+            f"{path} has checksum {found}, the commit says {entry.xxh3_128}: bytes were changed."
+        )
+
+
+class StoreSource:
+    """Objects from a store, each downloaded once a node: ranks of a node share `cache_dir` and wait for each other.
+
+    Every process verifies what it reads, once. A cached file that does not verify is downloaded again, once.
+    """
+
+    def __init__(self, record: CommitRecord, store: ObjectStore, folder: str, cache_dir: str | Path) -> None:
+        """`folder`: the checkpoint's folder inside `store`. `cache_dir`: node-local, for this checkpoint alone."""
+        self.record = record
+        self.tier: Tier = "storage"
+        self._store = store
+        self._folder = folder.rstrip("/")
+        self._cache_dir = Path(cache_dir)
+        self._verified: dict[str, Path] = {}
+        self._lock = threading.Lock()
+
+    def path(self, name: str) -> Path:
+        entry = record_of(self.record, name)
+        with self._lock:
+            if name not in self._verified:
+                self._verified[name] = self._fetch(entry)
+            return self._verified[name]
+
+    def _fetch(self, entry: ObjectRecord) -> Path:
+        path = self._cache_dir / entry.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_name(f".lock-{path.name}")):
+            if path.exists():
+                try:
+                    verify_file(path, entry)
+                    return path
+                except CorruptCheckpointError as error:
+                    logger.warning("%s It is downloaded again.", error)
+                    path.unlink(missing_ok=True)
+            key = f"{self._folder}/{entry.name}" if self._folder else entry.name
+            tmp = tmp_path(path)
+            try:
+                self._store.download_file(key, tmp)
+                verify_file(tmp, entry)
+                tmp.replace(path)
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(f"{self._store.uri}/{key} is damaged: {error}") from error
+            finally:
+                tmp.unlink(missing_ok=True)
+        return path
+
+
+class LocalFirstSource:
+    """A node's own copies where they verify, else `fallback`; without one, a missing copy is an error.
+
+    local_dirs: folders that hold objects of this checkpoint under their own names (a vault's copies).
+    """
+
+    def __init__(
+        self, record: CommitRecord, local_dirs: Sequence[str | Path], fallback: CheckpointSource | None = None
+    ) -> None:
+        self.record = record
+        self.tier: Tier = "local"
+        self._local_dirs = [Path(folder) for folder in local_dirs]
+        self._fallback = fallback
+        self._verified: dict[str, Path] = {}
+        self._lock = threading.Lock()
+
+    def path(self, name: str) -> Path:
+        entry = record_of(self.record, name)
+        with self._lock:
+            if name not in self._verified:
+                self._verified[name] = self._find(entry)
+            return self._verified[name]
+
+    def _find(self, entry: ObjectRecord) -> Path:
+        damage: CorruptCheckpointError | None = None
+        for folder in self._local_dirs:
+            path = folder / entry.name
+            if not path.is_file():
+                continue
+            try:
+                verify_file(path, entry)
+                return path
+            except CorruptCheckpointError as error:
+                logger.warning("A local copy of a checkpoint is damaged and not used: %s", error)
+                damage = error
+        if self._fallback is not None:
+            path = self._fallback.path(entry.name)
+            if self._fallback.tier == "storage":
+                self.tier = "storage"
+            return path
+        if damage is not None:
+            raise damage
+        raise ObjectNotFoundError(
+            f"No local copy of {entry.name!r} of {self.record.checkpoint.folder} in {list(map(str, self._local_dirs))}."
+        )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Only one process of the node at a time; the kernel lets go of the lock when its holder dies."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
