@@ -11,7 +11,6 @@ import json
 import mmap
 import os
 import sys
-import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,8 +134,8 @@ class JournalWriter:
         self._words: memoryview | None = None  # the chunk that holds the open record
         self._base = 0  # slot of the chunk's first record
 
-    def open(self, at_ns: int, bucket: Bucket = Bucket.STARTUP, step: int = -1) -> None:
-        """Create the file (replacing an older one) with one open record that starts at `at_ns`."""
+    def open(self, at_ns: int, wall_ns: int, bucket: Bucket = Bucket.STARTUP, step: int = -1) -> None:
+        """Create the file (replacing an older one) with one open record that starts at `at_ns`, wall time `wall_ns`."""
         if sys.byteorder != "little":  # the format is little-endian, and words are stored by plain assignment
             raise OSError("Journals are written on little-endian machines only.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +147,7 @@ class JournalWriter:
             attempt=head.attempt,
             world_rank=head.world_rank,
             node=head.node,
-            wall_anchor_ns=time.time_ns(),
+            wall_anchor_ns=wall_ns,
             mono_anchor_ns=at_ns,
         )
         os.posix_fallocate(self._fd, 0, HEADER_BYTES)

@@ -61,7 +61,7 @@ class Recorder:
         try:
             with self._lock:
                 self._base = self._bucket = bucket
-                self._writer.open(self._now_ns(), bucket)
+                self._writer.open(self._now_ns(), int(self._clock.at_s() * 1e9), bucket)
                 self._live = True
         except Exception as error:  # a full or read-only disk must not keep training from starting
             self._give_up(error)

@@ -19,7 +19,7 @@ GRANULE = 128  # records in a page of memory
 
 def make(path: Path, **sizes: int) -> JournalWriter:
     writer = JournalWriter(path, run="r-1", attempt=3, world_rank=5, node="n-7", **sizes)
-    writer.open(1000, Bucket.STARTUP)
+    writer.open(1000, 1_700_000_000_000_000_000)
     return writer
 
 
@@ -35,6 +35,7 @@ def test_a_journal_reads_back_while_it_is_open(tmp_path: Path) -> None:
     writer.heartbeat(2500)
     page = read_journal(tmp_path / "j")
     head = page.header
+    assert head.wall_anchor_ns == 1_700_000_000_000_000_000
     assert (head.run, head.attempt, head.world_rank, head.node, head.mono_anchor_ns) == ("r-1", 3, 5, "n-7", 1000)
     assert [tuple(row)[:4] for row in page.array.tolist()] == [
         (1000, 1001, 5, 0),
