@@ -68,8 +68,11 @@ class CheckpointConfig:
     staging_dir: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int | str):
-            raise ConfigError(f'CheckpointConfig(every={self.every!r}): give steps, a duration like "10min", or "auto".')
+        every: object = self.every  # whatever it really is: not every caller has a type checker
+        if isinstance(every, bool) or not isinstance(every, int | str):
+            raise ConfigError(
+                f'CheckpointConfig(every={self.every!r}): give steps, a duration like "10min", or "auto".'
+            )
         if isinstance(self.every, int) and self.every < 1:
             raise ConfigError(f"CheckpointConfig(every={self.every}): the number of steps must be at least 1.")
         if isinstance(self.every, str) and self.every != "auto" and parse_duration_s(self.every) <= 0:
@@ -105,7 +108,7 @@ class StoreSpec:
     """
 
     uri: str
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
     def child(self, *parts: str) -> StoreSpec:
         """The store of a sub-folder."""

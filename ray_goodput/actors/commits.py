@@ -99,7 +99,9 @@ class CommitLog:
         """
         with self._decision, self._changed:
             if attempt < self._fence:
-                raise FencedError(f"Attempt {attempt} was replaced by attempt {self._fence}; it may not restore or save.")
+                raise FencedError(
+                    f"Attempt {attempt} was replaced by attempt {self._fence}; it may not restore or save."
+                )
             self._fence = attempt
             for checkpoint in [c for c in self._pending if c.attempt < attempt]:
                 del self._pending[checkpoint]
@@ -178,9 +180,7 @@ class CommitLog:
         if len(digests) > 1:
             raise StorageError(f"Ranks disagree on the structure of {checkpoint.folder} ({len(digests)} digests).")
         objects = [o for part in landed.values() for o in part.objects]
-        objects.append(
-            ObjectRecord(name=METADATA_NAME, size_bytes=len(metadata), xxh3_128=xxh3_128_hex(metadata))
-        )
+        objects.append(ObjectRecord(name=METADATA_NAME, size_bytes=len(metadata), xxh3_128=xxh3_128_hex(metadata)))
         record = CommitRecord(
             run=self._run,
             checkpoint=checkpoint,

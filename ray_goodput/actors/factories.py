@@ -1,7 +1,8 @@
 """Makes the run's actors: the plain classes of this folder, wrapped by Ray where they are used.
 
-All are named, in one namespace, take no CPU (train workers may hold every one) and come back when killed; a task that was under way
-is sent again. None is detached: they die with the driver's job, so a killed driver leaves no process behind.
+All are named, in one namespace, take no CPU (train workers may hold every one) and come back when killed; a task that
+was under way is sent again. None is detached: they die with the driver's job, so a killed driver leaves no process
+behind.
 """
 
 from __future__ import annotations

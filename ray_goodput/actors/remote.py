@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from ray_goodput.actors.names import NAMESPACE
 
@@ -39,7 +40,7 @@ class RemoteProxy:
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return ray.get(getattr(self.handle, method).remote(*args, **kwargs), timeout=self._timeout_s)
-            except ray.exceptions.RayTaskError as error:
+            except RayTaskError as error:
                 raise error.cause from error
 
         return call

@@ -44,7 +44,8 @@ class RetryDecision:
 def decide_retry(state: BudgetState, event: FailureEvent, *, max_failures_without_progress: int) -> RetryDecision:
     """Count failures without progress; a commit newer than the one seen at the last failure starts the count anew.
 
-    Preemptions and starts that found no room are not the job's fault and are not counted. An error that is certain to come again is never retried.
+    Preemptions and starts that found no room are not the job's fault and are not counted. An error that is certain to
+    come again is never retried.
     """
     progressed = event.committed_step > state.committed_step
     count = 0 if progressed else state.failures_without_progress
@@ -74,6 +75,8 @@ def decide_retry(state: BudgetState, event: FailureEvent, *, max_failures_withou
         )
     return RetryDecision(
         retry=True,
-        reason=f"Retrying: failure {count} of {max_failures_without_progress} allowed without progress ({where}){ranks}.",
+        reason=(
+            f"Retrying: failure {count} of {max_failures_without_progress} allowed without progress ({where}){ranks}."
+        ),
         state=state,
     )

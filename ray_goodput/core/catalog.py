@@ -15,8 +15,8 @@ class Catalog:
     Not thread-safe: its owner locks.
     """
 
-    _records: dict[CheckpointId, CommitRecord] = field(default_factory=dict)
-    _bad: dict[CheckpointId, str] = field(default_factory=dict)
+    _records: dict[CheckpointId, CommitRecord] = field(default_factory=dict[CheckpointId, CommitRecord])
+    _bad: dict[CheckpointId, str] = field(default_factory=dict[CheckpointId, str])
 
     def add(self, record: CommitRecord) -> None:
         self._records[record.checkpoint] = record

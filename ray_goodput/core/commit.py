@@ -66,7 +66,7 @@ class StagedSlice:
     structure_digest: str
     cursors: Mapping[str, Mapping[str, Any]]
     metadata: bytes | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class CommitRecord:
     cursors: Mapping[str, Mapping[str, Any]]
     objects: tuple[ObjectRecord, ...]
     committed_at_s: float
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def size_bytes(self) -> int:

@@ -35,7 +35,8 @@ def _never_raises(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GoodputCallback(WorkerGroupCallback, ControllerCallback):
-    """Lives in the controller's process, which owns the node actors: they outlive worker groups and end with the run."""
+    """Lives in the controller's process, which owns the node actors: they outlive worker groups and end with the
+    run."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec

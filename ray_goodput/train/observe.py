@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ray
+from ray.exceptions import RayError
 
 from ray_goodput.actors.names import NAMESPACE, coordinator_name, run_key
 from ray_goodput.config import StoreSpec
@@ -22,6 +25,7 @@ class RunObserver:
         """The run's state, or None while it has no coordinator (not started yet, or over) or it does not answer."""
         try:
             coordinator = ray.get_actor(self._name, namespace=NAMESPACE)
-            return ray.get(coordinator.status.remote(), timeout=timeout_s)
-        except (ValueError, ray.exceptions.RayError, TimeoutError):
+            status: Any = ray.get(coordinator.status.remote(), timeout=timeout_s)
+            return status
+        except (ValueError, RayError, TimeoutError):
             return None

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from ray_goodput.actors.names import NAMESPACE, coordinator_name, vault_name
 from ray_goodput.config import FailureBudget
@@ -53,8 +54,9 @@ class ProgressFailurePolicy(FailurePolicy):
         """Newest committed step; the last known one if the coordinator does not answer (no progress assumed)."""
         try:
             coordinator = ray.get_actor(coordinator_name(self._run_key), namespace=NAMESPACE)
-            return ray.get(coordinator.committed_step.remote(), timeout=_ASK_TIMEOUT_S)
-        except (ValueError, ray.exceptions.RayError, TimeoutError) as error:
+            step: Any = ray.get(coordinator.committed_step.remote(), timeout=_ASK_TIMEOUT_S)
+            return step
+        except (ValueError, RayError, TimeoutError) as error:
             logger.warning("The run's coordinator did not say how far it is (%s).", error)
             return self._state.committed_step
 
@@ -68,7 +70,7 @@ class ProgressFailurePolicy(FailurePolicy):
                 reason=decision.reason,
                 retry=decision.retry,
             )
-        except (ValueError, ray.exceptions.RayError) as error:
+        except (ValueError, RayError) as error:
             logger.warning("The failure could not be noted in the ledger (%s).", error)
 
 
@@ -88,7 +90,8 @@ class FreshElasticScalingPolicy(ElasticScalingPolicy):
             silent = self._silent_nodes(fresh)
             if silent:
                 logger.info("Leaving out %d node(s) whose vault does not answer: %s", len(silent), sorted(silent))
-            self._latest_reserved_resources = {node: r for node, r in fresh.items() if node not in silent}
+            view: Any = {node: r for node, r in fresh.items() if node not in silent}
+            self._latest_reserved_resources = view
             self._latest_reserved_resources_query_time = float("inf")  # the base class uses the view just set
         try:
             return super().make_decision_for_non_running_worker_group()
@@ -100,7 +103,7 @@ class FreshElasticScalingPolicy(ElasticScalingPolicy):
         for node in nodes:
             try:
                 vault = ray.get_actor(vault_name(self._run_key, node), namespace=NAMESPACE)
-            except (ValueError, ray.exceptions.RayError):
+            except (ValueError, RayError):
                 continue  # no vault there yet: nothing is known against the node
             pings[vault.ping.remote()] = node
         if not pings:
@@ -112,6 +115,6 @@ class FreshElasticScalingPolicy(ElasticScalingPolicy):
 def _answered(ref: Any) -> bool:
     try:
         ray.get(ref, timeout=0)
-    except (ray.exceptions.RayError, TimeoutError):
+    except (RayError, TimeoutError):
         return False
     return True

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 import ray.train
+from ray.exceptions import RayError
 from ray.train.v2._internal.exceptions import (
     UserExceptionWithTraceback,
     WorkerGroupStartupFailedError,
@@ -121,15 +122,15 @@ def classify_failure(error: TrainingFailedError) -> tuple[FailureKind, str, tupl
 def fresh_reserved_resources(policy: ElasticScalingPolicy) -> Mapping[str, Mapping[str, float]] | None:
     """Resources reserved for the run, node id -> resources, after Ray has looked at the cluster anew.
 
-    Ray's own policy reads a view up to 20 s old and, after the loss of a node, decides for the old size and waits for the
-    start timeout. None if the coordinator of Ray did not answer.
+    Ray's own policy reads a view up to 20 s old and, after the loss of a node, decides for the old size and waits for
+    the start timeout. None if the coordinator of Ray did not answer.
     """
     try:
         return ray.get(
             policy._autoscaling_coordinator.get_reserved_resources.remote(policy._requester_id, recompute=True),
             timeout=_CALL_TIMEOUT_S,
         )
-    except (ray.exceptions.RayError, TimeoutError):
+    except (RayError, TimeoutError):
         return None
 
 

@@ -1,8 +1,8 @@
 """What it takes for a resumed run to end with the bit-identical weights of an undisturbed one.
 
-DDP sorts its gradient buckets anew after the first backward pass, by the order in which gradients arrived. From three ranks on, that
-changes the order of summation, so the first step after a restart would differ from the same step of an unbroken run. With
-`find_unused_parameters=True` DDP keeps its first buckets. FSDP2 needs nothing.
+DDP sorts its gradient buckets anew after the first backward pass, by the order in which gradients arrived. From three
+ranks on, that changes the order of summation, so the first step after a restart would differ from the same step of an
+unbroken run. With `find_unused_parameters=True` DDP keeps its first buckets. FSDP2 needs nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +44,6 @@ def check_model(model: nn.Module, world_size: int) -> None:
     resorts = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
     if resorts and world_size > _RANKS_WHOSE_SUM_IS_COMMUTATIVE:
         raise ConfigError(
-            f"GoodputTrainer(reproducible=True) with DDP on {world_size} ranks needs a model whose gradient buckets are not "
-            "re-sorted: use run.prepare_model(model), or pass find_unused_parameters=True to DDP."
+            f"GoodputTrainer(reproducible=True) with DDP on {world_size} ranks needs a model whose gradient buckets "
+            "are not re-sorted: use run.prepare_model(model), or pass find_unused_parameters=True to DDP."
         )

@@ -46,7 +46,8 @@ def restore_newest(
 
     Raises:
         StructureMismatchError: the checkpoint is of another model; on every rank.
-        CorruptCheckpointError: there are checkpoints, and all are damaged: going on would mean starting from scratch, which
+        CorruptCheckpointError: there are checkpoints, and all are damaged: going on would mean starting from scratch,
+        which
             only a person may decide.
         StorageError: the storage does not answer; the attempt may be tried again.
     """
@@ -56,7 +57,9 @@ def restore_newest(
         record = world.broadcast(worker.coordinator.resume_point(worker.attempt) if world.world_rank == 0 else None)
         if record is None:
             break
-        report, problem = _load(spec, worker, record, model=model, optimizer=optimizer, stateful=stateful, strict=strict)
+        report, problem = _load(
+            spec, worker, record, model=model, optimizer=optimizer, stateful=stateful, strict=strict
+        )
         problems = [p for p in world.gather(problem) if p is not None]
         for other in problems:
             if not isinstance(other, CorruptCheckpointError | ObjectNotFoundError):
@@ -70,8 +73,8 @@ def restore_newest(
             worker.coordinator.mark_bad(record.checkpoint, reason)
     if damaged:
         raise CorruptCheckpointError(
-            f"All {len(damaged)} checkpoint(s) of this run are damaged: {'; '.join(damaged)}. Training does not start from "
-            "scratch by itself: mend the storage, or choose a new RunConfig(name=...) to begin anew."
+            f"All {len(damaged)} checkpoint(s) of this run are damaged: {'; '.join(damaged)}. Training does not start "
+            "from scratch by itself: mend the storage, or choose a new RunConfig(name=...) to begin anew."
         )
     if world.world_rank == 0:
         worker.coordinator.resumed(worker.attempt, 0, "none")

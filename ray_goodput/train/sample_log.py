@@ -1,8 +1,8 @@
 """Which samples each step trained on, written to the run's storage, and the audit that nothing was repeated or skipped.
 
-Objects: `samples/attempt-<4 digits>/rank-<5 digits>/<first step>-<last step>.jsonl`, one line a step, written before the
-save that covers them is staged: the log of every committed step is complete. `samples/attempt-<4 digits>/resume.json`
-says after which step the attempt began.
+Objects: `samples/attempt-<4 digits>/rank-<5 digits>/<first step>-<last step>.jsonl`, one line a step, written before
+the save that covers them is staged: the log of every committed step is complete. `samples/attempt-<4
+digits>/resume.json` says after which step the attempt began.
 """
 
 from __future__ import annotations

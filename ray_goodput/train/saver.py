@@ -12,6 +12,7 @@ from typing import Any
 import ray
 import ray.train
 import torch
+from ray.exceptions import RayError, RayTaskError
 
 from ray_goodput.actors.names import attempt_dir, slots_dirs
 from ray_goodput.actors.spec import RunSpec
@@ -143,12 +144,11 @@ class Saver:
         """Every save of this rank has reached storage, and the newest one is committed. Collective."""
         while self._in_flight:
             self._wait_for_one()
-        if self.last_step > 0 and not self._committed():
-            if self._world.world_rank == 0:
-                logger.error(
-                    "The save of step %d is in storage but was not committed: the run's newest checkpoint is older.",
-                    self.last_step,
-                )
+        if self.last_step > 0 and not self._committed() and self._world.world_rank == 0:
+            logger.error(
+                "The save of step %d is in storage but was not committed: the run's newest checkpoint is older.",
+                self.last_step,
+            )
         if self._stager is not None:
             self._stager.close()
 
@@ -211,11 +211,11 @@ class Saver:
             try:
                 ray.get(flight.ref)
                 self._latency_s = self._clock.mono_s() - flight.sent_mono_s
-            except ray.exceptions.RayTaskError as error:
+            except RayTaskError as error:
                 if isinstance(error.cause, FencedError):
                     raise error.cause from error
                 logger.error("The save of step %d failed; training goes on from the one before: %s", step, error.cause)
-            except ray.exceptions.RayError as error:
+            except RayError as error:
                 logger.error("The save of step %d was lost with this node's vault: %s", step, error)
 
     def _note_skipped(self, step: int) -> None:

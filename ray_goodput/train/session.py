@@ -118,7 +118,8 @@ class Session:
         return self._stop
 
     def stop(self) -> None:
-        """Ask all ranks to leave their loops: `should_stop` turns true, and `batches` ends, at one step on every rank."""
+        """Ask all ranks to leave their loops: `should_stop` turns true, and `batches` ends, at one step on every
+        rank."""
         self._saver.request_stop()
 
     def prepare_model(self, model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -183,7 +184,8 @@ class Session:
         return self._step
 
     def batches(self, name: str, *, epochs: int | None = 1) -> Iterator[Batch]:
-        """Batches of dataset `name` for this rank, from the cursor to the end of `epochs`, counted from the run's start.
+        """Batches of dataset `name` for this rank, from the cursor to the end of `epochs`, counted from the run's
+        start.
 
         Each global batch is one step: call `step` once for each batch, or for several to accumulate gradients over
         them. `None` epochs never end. The iterator ends early once `should_stop` is true.
@@ -249,7 +251,8 @@ class Session:
         self._control.post(Decisions(save=self._saver.due(self._step + 1), stop=self._saver.stop_requested))
 
     def save(self) -> None:
-        """The state after the last step is staged on every rank, waiting for a slot if need be; its upload goes on behind.
+        """The state after the last step is staged on every rank, waiting for a slot if need be; its upload goes on
+        behind.
 
         Raises:
             SessionError: before `restore`.
@@ -293,6 +296,6 @@ class Session:
     def _need_restore(self, method: str) -> None:
         if self._restored is None:
             raise SessionError(
-                f"run.{method}() was called before run.restore(model=..., optimizer=...): restore first, also on a fresh "
-                "run, so that a restart goes on where this run stops."
+                f"run.{method}() was called before run.restore(model=..., optimizer=...): restore first, also on a "
+                "fresh run, so that a restart goes on where this run stops."
             )

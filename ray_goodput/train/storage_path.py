@@ -1,4 +1,5 @@
-"""From Ray's `RunConfig(storage_path=)` and `storage_options` to our store and to the file system Ray itself writes with."""
+"""From Ray's `RunConfig(storage_path=)` and `storage_options` to our store and to the file system Ray itself writes
+with."""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ def resolve_storage(
 ) -> tuple[ray.train.RunConfig, StoreSpec]:
     """The run configuration with the file system filled in, and the store of the run's own folder.
 
-    For `s3://`, Ray gets s3fs with the same options instead of pyarrow's S3 client, whose default checksums make uploads to
-    MinIO-derived servers vanish without an error.
+    For `s3://`, Ray gets s3fs with the same options instead of pyarrow's S3 client, whose default checksums make
+    uploads to MinIO-derived servers vanish without an error.
 
     Raises:
         ConfigError: a file system was passed, which our own clients could not use.
     """
     if run_config.storage_filesystem is not None:
         raise ConfigError(
-            "GoodputTrainer reads and writes through its own clients, so RunConfig(storage_filesystem=...) cannot be used: "
-            'give a URL as storage_path (such as "s3://bucket/runs") and GoodputTrainer(storage_options={...}).'
+            "GoodputTrainer reads and writes through its own clients, so RunConfig(storage_filesystem=...) cannot be "
+            'used: give a URL as storage_path (such as "s3://bucket/runs") and GoodputTrainer(storage_options={...}).'
         )
     uri = str(run_config.storage_path)
     options = dict(options or {})
@@ -65,8 +66,8 @@ def probe_storage(spec: StoreSpec) -> None:
         store.delete([key])
     if back != content:
         raise StorageAccessError(
-            f"The storage of this run, {spec.uri}, returned {len(back)} bytes that differ from the {len(content)} written: "
-            "it cannot be trusted with checkpoints."
+            f"The storage of this run, {spec.uri}, returned {len(back)} bytes that differ from the {len(content)} "
+            "written: it cannot be trusted with checkpoints."
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 import ray.train
+from ray.exceptions import RayError
 from ray.train.torch import TorchTrainer
 
 from ray_goodput.actors.commits import CHECKPOINTS, CommitLog
@@ -58,10 +59,12 @@ class GoodputTrainer(TorchTrainer):
 
     datasets: `ShardedDataset` values feed `run.batches(name)`; other values go to Ray Train as usual.
     checkpoint: when to save and what to keep.
-    failure: how many failures without progress end the run. Ignored, in favour of Ray's own policy, only if it is not given and
+    failure: how many failures without progress end the run. Ignored, in favour of Ray's own policy, only if it is not
+    given and
         `RunConfig(failure_config=FailureConfig(max_failures=...))` is.
     storage_options: for `storage_path`, in the spelling of s3fs (`key`, `secret`, `endpoint_url`, ...).
-    reproducible: deterministic kernels, and no re-sorting of gradient buckets in DDP (use `run.prepare_model`), so that a
+    reproducible: deterministic kernels, and no re-sorting of gradient buckets in DDP (use `run.prepare_model`), so
+    that a
         run resumed at the same world size ends with bit-identical weights.
     sample_log: write the ids of the samples of every step to the run's storage (for tests and audits; it costs time).
     apply_batch_weight: scale gradients by `batch.weight` when the ranks' batches differ in size, so that their average
@@ -177,7 +180,7 @@ class GoodputTrainer(TorchTrainer):
     def _checkpoint(self, newest: CommitRecord | None) -> ray.train.Checkpoint | None:
         if newest is None:
             return None
-        root = Path(self.run_config.storage_path) / str(self.run_config.name)
+        root = Path(str(self.run_config.storage_path)) / str(self.run_config.name)
         return ray.train.Checkpoint(
             (root / CHECKPOINTS / newest.checkpoint.folder).as_posix(), filesystem=self.run_config.storage_filesystem
         )
@@ -205,7 +208,7 @@ def _close_books(coordinator: Any) -> RunEnd | None:
     """The run's end, its table printed; None if the coordinator cannot answer: a result never depends on the books."""
     try:
         end: RunEnd = ray.get(coordinator.finish.remote(), timeout=60)
-    except (ray.exceptions.RayError, TimeoutError) as error:
+    except (RayError, TimeoutError) as error:
         logger.warning("The ledger could not be closed (%s); the run's result is not affected.", error)
         return None
     print(render_table(end.report), flush=True)
@@ -217,4 +220,6 @@ def _max_workers(scaling: ray.train.ScalingConfig) -> int:
 
 
 def _asks_for_rays_failure_policy(run_config: ray.train.RunConfig | None) -> bool:
-    return run_config is not None and run_config.failure_config is not None and run_config.failure_config.max_failures != 0
+    return (
+        run_config is not None and run_config.failure_config is not None and run_config.failure_config.max_failures != 0
+    )

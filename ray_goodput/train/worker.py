@@ -39,6 +39,7 @@ class WorkerContext:
     world: World
     attempt: int
     node_id: str
+    ranks_of_node: tuple[int, ...]
     local_dir: Path
     store: ObjectStore
     coordinator: RemoteProxy
@@ -96,6 +97,7 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
         world=world,
         attempt=attempt,
         node_id=node_id,
+        ranks_of_node=tuple(i.world_rank for i in infos if i.node_id == node_id),
         local_dir=local_dir,
         store=open_store(spec.run.store),
         coordinator=coordinator,
@@ -115,6 +117,7 @@ def _node_actor(name: str) -> Any:
         except ValueError:
             if time.monotonic() > deadline:
                 raise SessionError(
-                    f"The actor {name} did not appear within {_ACTOR_WAIT_S:.0f} s: the log of the Ray Train controller says why."
+                    f"The actor {name} did not appear within {_ACTOR_WAIT_S:.0f} s: "
+                    "the log of the Ray Train controller says why."
                 ) from None
             time.sleep(0.2)

@@ -25,7 +25,7 @@ class World:
     @classmethod
     def join(cls, world_rank: int, world_size: int) -> World:
         """Collective: make the group."""
-        group = dist.new_group(backend="gloo") if world_size > 1 else None
+        group: Any = dist.new_group(backend="gloo") if world_size > 1 else None
         return cls(world_rank, world_size, group)
 
     def broadcast(self, value: T | None) -> T:
@@ -63,8 +63,8 @@ class Decisions:
 class ControlWord:
     """Decisions agreed without waiting: posted at the end of one step, read by all ranks at the end of the next.
 
-    A decision counts if any rank posted it. One all-reduce of two bytes a step runs in the background meanwhile; it raises in
-    `read` when a peer is gone, which is how a survivor learns of it if no other collective told it.
+    A decision counts if any rank posted it. One all-reduce of two bytes a step runs in the background meanwhile; it
+    raises in `read` when a peer is gone, which is how a survivor learns of it if no other collective told it.
     """
 
     def __init__(self, world: World) -> None:

@@ -1,0 +1,74 @@
+"""Batches of one dataset for one rank: the run's manifest, the node's shard cache, and a loader at the cursor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ray.train.torch
+
+from ray_goodput.actors.shard_source import ActorShardSource
+from ray_goodput.actors.spec import RunSpec
+from ray_goodput.core.cursor import DataCursor, check
+from ray_goodput.data.dataset import ShardedDataset
+from ray_goodput.data.feed import FeedSpec, FetchSpec
+from ray_goodput.data.loader import BatchLoader, ShardSource
+from ray_goodput.train.datasets import load_manifest
+from ray_goodput.train.worker import WorkerContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFeed:
+    """An open source and the loader over it; `close` ends both and frees their threads."""
+
+    loader: BatchLoader
+    source: ShardSource
+    cursor: DataCursor
+
+    def close(self) -> None:
+        self.loader.close()
+        self.source.close(timeout_s=5.0)
+
+
+def open_feed(
+    spec: RunSpec,
+    worker: WorkerContext,
+    name: str,
+    dataset: ShardedDataset,
+    cursor: DataCursor | None,
+    *,
+    epochs: int | None,
+) -> DataFeed:
+    """A feed that goes on at `cursor`, or starts at the first sample without one.
+
+    Raises:
+        DatasetMismatchError: the cursor belongs to other data or another order.
+        CacheFullError: the data shards needed at once do not fit the cache.
+    """
+    manifest = load_manifest(worker.store, name)
+    start = dataset.cursor(manifest)
+    if cursor is not None:
+        check(cursor, start)
+        start = cursor
+    world = worker.world
+    source = ActorShardSource(
+        worker.shard_cache,
+        name,
+        FetchSpec.of(dataset, manifest),
+        FeedSpec(start=start.samples_consumed, dp_ranks=worker.ranks_of_node, dp_world=world.world_size, epochs=epochs),
+        attempt=worker.attempt,
+    ).open()
+    loader = BatchLoader(
+        order=dataset.order(manifest),
+        columns=dataset.columns,
+        global_batch_size=dataset.global_batch_size,
+        source=source,
+        start=start.samples_consumed,
+        epochs=epochs,
+        dp_rank=world.world_rank,
+        dp_world=world.world_size,
+        drop_last=dataset.drop_last,
+        transform=dataset.transform,
+        collate=dataset.collate,
+        device=ray.train.torch.get_device(),
+    )
+    return DataFeed(loader=loader, source=source, cursor=start)
