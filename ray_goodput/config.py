@@ -68,8 +68,8 @@ class CheckpointConfig:
     staging_dir: str | None = None
 
     def __post_init__(self) -> None:
-        every: object = self.every  # whatever it really is: not every caller has a type checker
-        if isinstance(every, bool) or not isinstance(every, int | str):
+        # Not every caller has a type checker.
+        if isinstance(self.every, bool) or not isinstance(self.every, int | str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
                 f'CheckpointConfig(every={self.every!r}): give steps, a duration like "10min", or "auto".'
             )

@@ -18,7 +18,7 @@ from ray_goodput.train.worker import WorkerContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFeed:
-    """An open source and the loader over it; `close` ends both and frees their threads."""
+    """An open source and the loader over it; `close` ends both."""
 
     loader: BatchLoader
     source: ShardSource
@@ -26,7 +26,6 @@ class DataFeed:
 
     def close(self) -> None:
         self.loader.close()
-        self.source.close(timeout_s=5.0)
 
 
 def open_feed(
@@ -57,18 +56,13 @@ def open_feed(
         FeedSpec(start=start.samples_consumed, dp_ranks=worker.ranks_of_node, dp_world=world.world_size, epochs=epochs),
         attempt=worker.attempt,
     ).open()
-    loader = BatchLoader(
-        order=dataset.order(manifest),
-        columns=dataset.columns,
-        global_batch_size=dataset.global_batch_size,
-        source=source,
+    loader = dataset.batch_loader(
+        dataset.order(manifest),
+        source,
         start=start.samples_consumed,
         epochs=epochs,
         dp_rank=world.world_rank,
         dp_world=world.world_size,
-        drop_last=dataset.drop_last,
-        transform=dataset.transform,
-        collate=dataset.collate,
         device=ray.train.torch.get_device(),
     )
     return DataFeed(loader=loader, source=source, cursor=start)
