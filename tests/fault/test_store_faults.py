@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import textwrap
@@ -227,6 +228,26 @@ def test_a_server_killed_in_mid_upload_leaves_nothing_under_the_final_name(
     assert store.abort_uploads() == 0
     store.upload_file("new", tmp_path / "file")
     assert store.head("new").size_bytes == 48 * MIB
+
+
+def test_a_writer_killed_in_mid_upload_leaves_only_what_abort_uploads_removes(juicefs_gateway: JuiceFSGateway) -> None:
+    script = textwrap.dedent(f"""
+        import os, signal
+        from ray_goodput.storage import cloud
+        def dying(*args):
+            yield b"x" * (8 << 20)
+            yield b"y" * (8 << 20)
+            os.kill(os.getpid(), signal.SIGKILL)
+        cloud.file_pieces = dying
+        store = cloud.CloudStore("s3://vol/dying", {juicefs_gateway.storage_options!r}, part_bytes=8 << 20)
+        store.upload_file("object", "/dev/null", size_bytes=24 << 20)
+    """)
+    assert subprocess.run([sys.executable, "-c", script], timeout=50).returncode == -signal.SIGKILL
+    store = CloudStore("s3://vol/dying", juicefs_gateway.storage_options)
+    assert list(store.list()) == []
+    assert store.abort_uploads("another") == 0
+    assert store.abort_uploads() == 1
+    assert store.abort_uploads() == 0
 
 
 def test_an_upload_survives_a_server_that_dies_and_comes_back(
