@@ -1,0 +1,207 @@
+"""From stream indices to a batch: locate, group by data shard, take rows, put them back in slot order, collate."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from ray_goodput.core.batches import BatchPlan, BatchRange, batch_weight, local_slots
+from ray_goodput.core.order import TAG_TRANSFORM, Int64Array, SampleOrder, philox
+from ray_goodput.data.batch import Batch
+from ray_goodput.data.columns import ShardColumns
+from ray_goodput.errors import DataError
+
+# Locating costs per lane touched, so it is done for many batches at once; this many slots take about 10 ms.
+_LOCATE_SLOTS = 16_384
+
+Transform = Callable[..., Mapping[str, Any]]
+Collate = Callable[[list[Any]], Mapping[str, Any]]
+
+
+class LocatedBatch(NamedTuple):
+    """A rank's share of a global batch: its stream indices (slots), and the data shard and row of each."""
+
+    range: BatchRange
+    slots: Int64Array
+    data_shards: Int64Array
+    rows: Int64Array
+
+
+def located_batches(
+    order: SampleOrder, plan: BatchPlan, start: int, *, dp_rank: int, dp_world: int
+) -> Iterator[LocatedBatch]:
+    """A rank's shares of the global batches from stream position `start` to the plan's end."""
+    position, at_once = start, 1
+    while True:
+        ranges: list[BatchRange] = []
+        while len(ranges) < at_once and (batch := plan.at(position)) is not None:
+            ranges.append(batch)
+            position = batch.samples_end
+        if not ranges:
+            return
+        slots = [local_slots(order, r.start, r.stop, dp_rank=dp_rank, dp_world=dp_world) for r in ranges]
+        data_shards, rows = order.locate(np.concatenate(slots))
+        cuts = np.cumsum([len(part) for part in slots])[:-1]
+        yield from map(LocatedBatch, ranges, slots, np.split(data_shards, cuts), np.split(rows, cuts))
+        at_once = max(1, _LOCATE_SLOTS // max(1, *map(len, slots)))  # the first batch comes alone, hence sooner
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Rows `rows` of one data shard; they are entries [start, stop) of the batch in data shard order."""
+
+    columns: ShardColumns
+    rows: Int64Array
+    start: int
+    stop: int
+
+
+class BatchBuilder:
+    """Builds batches from the tables of data shards; keeps the most recently used ones open. For one thread."""
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        table: Callable[[int], pa.Table],
+        *,
+        columns: Sequence[str] | None,
+        transform: Transform | None,
+        collate: Collate | None,
+        dp_world: int,
+        max_open: int,
+    ) -> None:
+        self._order = order
+        self._table = table
+        self._columns = columns
+        self._transform = transform
+        self._collate = collate
+        self._dp_world = dp_world
+        self._max_open = max_open
+        self._open: OrderedDict[int, ShardColumns] = OrderedDict()
+
+    def build(self, located: LocatedBatch) -> Batch:
+        """The batch of this rank. A rank without samples gets the same columns with no rows.
+
+        Raises: ShardReadError, ObjectChangedError, or whatever `transform` and `collate` raise.
+        """
+        batch, slots, data_shards, rows = located
+        ids = self._order.sample_ids(data_shards, rows)
+        columns = self._collated(slots, ids, self._gather(data_shards, rows)) if len(slots) else self._no_rows(batch)
+        return Batch(
+            columns,
+            sample_ids=torch.from_numpy(ids),
+            weight=batch_weight(len(slots), batch.size, self._dp_world),
+            index=batch.index,
+            samples_end=batch.samples_end,
+        )
+
+    def _no_rows(self, batch: BatchRange) -> dict[str, Any]:
+        """Columns as of a batch of one sample, which is then cut off: the only way to learn what user code returns."""
+        slots = np.array([batch.start], dtype=np.int64)
+        data_shards, rows = self._order.locate(slots)
+        ids = self._order.sample_ids(data_shards, rows)
+        columns = self._collated(slots, ids, self._gather(data_shards, rows))
+        return {name: value[:0] if isinstance(value, torch.Tensor | list) else value for name, value in columns.items()}
+
+    def _shard(self, data_shard: int) -> ShardColumns:
+        known = self._open.get(data_shard)
+        if known is not None:
+            self._open.move_to_end(data_shard)
+            return known
+        while len(self._open) >= self._max_open:
+            self._open.popitem(last=False)
+        columns = ShardColumns(self._table(data_shard), self._columns, data_shard=data_shard)
+        self._open[data_shard] = columns
+        return columns
+
+    def _gather(self, data_shards: Int64Array, rows: Int64Array) -> dict[str, NDArray[Any] | list[Any]]:
+        """Each column's values in slot order."""
+        by_shard = np.argsort(data_shards, kind="stable")
+        shards, sorted_rows = data_shards[by_shard], rows[by_shard]
+        bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
+        segments = [_Segment(self._shard(int(shards[a])), sorted_rows[a:b], a, b) for a, b in pairwise(bounds)]
+        back = np.empty_like(by_shard)
+        back[by_shard] = np.arange(len(by_shard))
+        return {name: _take(name, segments, back) for name in segments[0].columns.names}
+
+    def _collated(self, slots: Int64Array, ids: Int64Array, gathered: dict[str, Any]) -> dict[str, Any]:
+        if self._transform is None and self._collate is None:
+            return {name: _as_column(values) for name, values in gathered.items()}
+        samples: list[Any] = [{name: values[i] for name, values in gathered.items()} for i in range(len(slots))]
+        if self._transform is not None:
+            epochs = slots // self._order.num_samples
+            keys = zip(epochs.tolist(), ids.tolist(), strict=True)
+            samples = [self._transformed(self._transform, *key, s) for key, s in zip(keys, samples, strict=True)]
+        columns = stack_samples(samples) if self._collate is None else self._collate(samples)
+        if not isinstance(columns, Mapping):
+            raise DataError(
+                f"collate= returned a {type(columns).__name__}: return a mapping from column name to values."
+            )
+        return dict(columns)
+
+    def _transformed(self, transform: Transform, epoch: int, sample_id: int, sample: dict[str, Any]) -> Any:
+        rng = np.random.Generator(philox(TAG_TRANSFORM, self._order.seed, epoch, sample_id))
+        try:
+            return transform(sample, rng)
+        except Exception as error:  # the user's own: passed on as it is, with the sample that shows it
+            error.add_note(f"ray_goodput: raised by transform= for sample_id {sample_id} in epoch {epoch}")
+            raise
+
+
+def stack_samples(samples: Sequence[Any]) -> dict[str, Any]:
+    """Samples (mappings with the same keys) as columns: numbers and equal shapes are stacked, all else is a list."""
+    first = samples[0]
+    if not isinstance(first, Mapping):
+        raise DataError(f"transform= returned a {type(first).__name__}: return a dict from column name to value.")
+    columns: dict[str, Any] = {}
+    for sample in samples:
+        if sample.keys() != first.keys():
+            raise DataError(
+                f"transform= returned the columns {sorted(first)} for one sample and {sorted(sample)} for another: "
+                "return the same for all."
+            )
+    for name in first:
+        columns[name] = _stack([sample[name] for sample in samples])
+    return columns
+
+
+def _stack(values: list[Any]) -> torch.Tensor | list[Any]:
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return torch.stack(values) if len({value.shape for value in values}) == 1 else values
+    if all(isinstance(value, np.ndarray | np.generic | bool | int | float) for value in values):
+        arrays = [np.asarray(value) for value in values]
+        if arrays[0].dtype.kind in "biufc" and len({array.shape for array in arrays}) == 1:
+            return torch.from_numpy(np.stack(arrays))
+    return _as_column(values)
+
+
+def _take(name: str, segments: list[_Segment], back: NDArray[np.intp]) -> NDArray[Any] | list[Any]:
+    first = segments[0].columns.dense.get(name)
+    if first is not None and all(_alike(first, segment.columns.dense.get(name)) for segment in segments):
+        taken = np.empty((len(back), *first.shape[1:]), first.dtype)
+        for segment in segments:
+            # "clip" lets numpy write straight into `out`; rows are in range by construction.
+            values = segment.columns.dense[name]
+            np.take(values, segment.rows, axis=0, out=taken[segment.start : segment.stop], mode="clip")
+        return taken[back]
+    # One list column may be of equal lengths in some data shards only: then it is ragged as a whole.
+    values = [value for segment in segments for value in segment.columns.take_list(name, segment.rows)]
+    return [values[i] for i in back.tolist()]
+
+
+def _alike(first: NDArray[Any], other: NDArray[Any] | None) -> bool:
+    return other is not None and other.shape[1:] == first.shape[1:] and other.dtype == first.dtype
+
+
+def _as_column(values: NDArray[Any] | list[Any]) -> torch.Tensor | list[Any]:
+    if isinstance(values, np.ndarray):
+        return torch.from_numpy(values)
+    return [torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values]

@@ -1,0 +1,244 @@
+"""What a user says about the training data: a plain value, checked when made, that travels to every process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ray_goodput.config import StoreSpec
+from ray_goodput.core.cursor import DataCursor, check
+from ray_goodput.core.order import MAX_SEED, SampleOrder
+from ray_goodput.data.formats import ShardFormat, format_by_extension, get_format
+from ray_goodput.data.manifest import Manifest, build_manifest
+from ray_goodput.data.patterns import split_glob
+from ray_goodput.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ray_goodput.data.loader import BatchLoader, ShardSource
+
+MAX_DEFAULT_LANES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedDataset:
+    """Files in a bucket or folder, streamed in an order that is a pure function of (files, seed, lanes, window).
+
+    uri_glob: `s3://bucket/train/*.parquet`, any fsspec URL or a local path; `**` crosses folders; a folder means all
+        its files of the format, also in sub-folders. A relative path is made absolute here and now.
+    global_batch_size: samples of a step over all ranks. May change between runs and attempts.
+    seed, lanes, window: fix the order; a checkpoint can only be resumed with the same ones. lanes: independent
+        streams that a batch is drawn from (default: the largest divisor of the batch that is at most 64); window: data
+        shards of a lane that are shuffled together. A node reads from lanes x window shards at once: that many must fit
+        its cache.
+    columns: which columns to keep; default: all.
+    transform: `f(sample: dict, rng: numpy.random.Generator) -> dict`, per sample. `rng` depends on seed, epoch and
+        sample only, so that augmentation survives a restart. Must be picklable under Ray.
+    collate: `f(samples: list[dict]) -> Mapping`, instead of the default that stacks.
+    drop_last: leave out the last N mod G samples of each epoch, instead of a batch that holds two epochs' samples.
+    storage_options: as for s3fs and fsspec.
+    format: "parquet", or "auto" for the format of the file name's extension.
+    on_change: an object that is not the one the run began with is an error ("fail"), or taken as it is ("accept").
+    cache_limit_bytes: limit of the node's cache; default: what the disk has.
+    prefetch_shards: how many data shards to fetch ahead of need on a node.
+    """
+
+    uri_glob: str
+    _: KW_ONLY
+    global_batch_size: int
+    seed: int = 0
+    lanes: int | None = None
+    window: int = 8
+    columns: Sequence[str] | None = None
+    transform: Callable[..., Mapping[str, Any]] | None = None
+    collate: Callable[[list[Any]], Mapping[str, Any]] | None = None
+    drop_last: bool = False
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    format: str = "auto"
+    on_change: Literal["fail", "accept"] = "fail"
+    cache_limit_bytes: int | None = None
+    prefetch_shards: int = 8
+
+    def __post_init__(self) -> None:
+        if not self.uri_glob:
+            raise ConfigError("ShardedDataset(''): give the files' URI, for example s3://bucket/train/*.parquet.")
+        if "://" not in self.uri_glob:
+            absolute = os.path.abspath(os.path.expanduser(self.uri_glob))
+            object.__setattr__(self, "uri_glob", absolute)
+        for name in ("global_batch_size", "window", "prefetch_shards"):
+            _at_least_one(name, getattr(self, name))
+        for name in ("lanes", "cache_limit_bytes"):
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"ShardedDataset(seed={self.seed!r}): give an integer from 0 to 2**64 - 1.")
+        if self.lanes is not None and self.lanes > self.global_batch_size:
+            raise ConfigError(
+                f"ShardedDataset: a global batch of {self.global_batch_size} cannot be smaller than the {self.lanes} "
+                "lanes it is drawn from: use fewer lanes or a larger batch."
+            )
+        if isinstance(self.columns, str) or (self.columns is not None and not self.columns):
+            raise ConfigError(
+                f"ShardedDataset(columns={self.columns!r}): give a list of column names, or None for all."
+            )
+        if self.columns is not None:
+            object.__setattr__(self, "columns", tuple(self.columns))
+        for name in ("transform", "collate"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise ConfigError(f"ShardedDataset({name}={getattr(self, name)!r}): give a function, or None.")
+        if self.on_change not in ("fail", "accept"):
+            raise ConfigError(f'ShardedDataset(on_change={self.on_change!r}): give "fail" or "accept".')
+        self.format_impl()
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of the order: as given, else the largest divisor of the global batch that is at most 64."""
+        if self.lanes is not None:
+            return self.lanes
+        upper = min(MAX_DEFAULT_LANES, self.global_batch_size)
+        return next(n for n in range(upper, 0, -1) if self.global_batch_size % n == 0)
+
+    @property
+    def store_spec(self) -> StoreSpec:
+        """The root of the files and how to reach it."""
+        return StoreSpec(uri=self._split()[0], options=self.storage_options or {})
+
+    @property
+    def pattern(self) -> str:
+        """Which keys under the root are data shards."""
+        return self._split()[1]
+
+    @property
+    def manifest_uri(self) -> str:
+        """What the manifest calls itself: root and pattern."""
+        root, pattern = self._split()
+        return f"{root.rstrip('/')}/{pattern}"
+
+    def format_impl(self) -> ShardFormat:
+        """The format of the files. Raises ConfigError for an unknown one."""
+        if self.format != "auto":
+            return get_format(self.format)
+        return format_by_extension(self.uri_glob) or get_format("parquet")
+
+    def check_world(self, dp_world: int) -> None:
+        """Raises ConfigError if `dp_world` data-parallel ranks cannot share a batch."""
+        if dp_world < 1 or self.global_batch_size < dp_world:
+            raise ConfigError(
+                f"A global batch of {self.global_batch_size} samples cannot be shared by {dp_world} data-parallel "
+                f"ranks: each needs at least one. Set global_batch_size to {max(1, dp_world)} or more, or use "
+                "fewer workers."
+            )
+
+    def manifest(self, *, max_workers: int = 16) -> Manifest:
+        """List the files and count their rows. Raises EmptyDatasetError, ShardReadError, StorageError, ConfigError."""
+        from ray_goodput.storage import open_store
+
+        store = open_store(self.store_spec)
+        manifest = build_manifest(
+            store, self.pattern, self.format_impl(), max_workers=max_workers, uri=self.manifest_uri
+        )
+        self._check_columns(manifest)
+        return manifest
+
+    def order(self, manifest: Manifest) -> SampleOrder:
+        """The order of the samples of `manifest`."""
+        return SampleOrder(manifest.rows, seed=self.seed, lanes=self.num_lanes, window=self.window)
+
+    def cursor(self, manifest: Manifest) -> DataCursor:
+        """The cursor before the first sample."""
+        return DataCursor(0, manifest.digest, self.order(manifest).digest)
+
+    def loader(
+        self,
+        *,
+        dp_rank: int = 0,
+        dp_world: int = 1,
+        epochs: int | None = 1,
+        cursor: DataCursor | None = None,
+        cache_dir: str | Path | None = None,
+        manifest: Manifest | None = None,
+        device: torch.device | str | None = None,
+    ) -> BatchLoader:
+        """Batches of one rank without Ray: the cache and the prefetching run in this process.
+
+        epochs: counted from the very first sample, also after a restart; None: no end.
+        cursor: where to go on: `dataset.cursor(manifest).moved_to(batch.samples_end)` of the last batch trained on.
+        cache_dir: node-local folder; default: below `RAY_GOODPUT_LOCAL_DIR`.
+        manifest: as an earlier run made it; default: made now.
+
+        Raises:
+            DatasetMismatchError: `cursor` belongs to other data or another order.
+            ConfigError, EmptyDatasetError, ShardReadError, CacheFullError, StorageError.
+        """
+        from ray_goodput.data.fetch import open_local_source
+
+        self.check_world(dp_world)
+        manifest = self.manifest() if manifest is None else manifest
+        order = self.order(manifest)
+        if cursor is not None:
+            check(cursor, DataCursor(0, manifest.digest, order.digest))
+        start = 0 if cursor is None else cursor.samples_consumed
+        source = open_local_source(
+            self, manifest, order, start=start, epochs=epochs, dp_rank=dp_rank, dp_world=dp_world, cache_dir=cache_dir
+        )
+        return self.batch_loader(
+            order, source, start=start, epochs=epochs, dp_rank=dp_rank, dp_world=dp_world, device=device
+        )
+
+    def batch_loader(
+        self,
+        order: SampleOrder,
+        source: ShardSource,
+        *,
+        start: int,
+        epochs: int | None,
+        dp_rank: int,
+        dp_world: int,
+        device: torch.device | str | None = None,
+    ) -> BatchLoader:
+        """Batches of one rank over any source of data shards; the loader closes the source."""
+        from ray_goodput.data.loader import BatchLoader
+
+        return BatchLoader(
+            order=order,
+            columns=self.columns,
+            global_batch_size=self.global_batch_size,
+            source=source,
+            start=start,
+            epochs=epochs,
+            dp_rank=dp_rank,
+            dp_world=dp_world,
+            drop_last=self.drop_last,
+            transform=self.transform,
+            collate=self.collate,
+            device=device,
+        )
+
+    def _split(self) -> tuple[str, str]:
+        root, pattern = split_glob(self.uri_glob)
+        if pattern:
+            return root, pattern
+        parent, _, name = root.rstrip("/").rpartition("/")
+        if format_by_extension(name) is not None and not parent.endswith(":/"):
+            return parent or "/", name
+        endings = self.format_impl().extensions
+        return root.rstrip("/") or "/", f"**/*{endings[0]}" if len(endings) == 1 else f"**/*{{{','.join(endings)}}}"
+
+    def _check_columns(self, manifest: Manifest) -> None:
+        if self.columns is None or manifest.schema is None:
+            return
+        missing = [name for name in self.columns if name not in manifest.schema.names]
+        if missing:
+            raise ConfigError(
+                f"ShardedDataset(columns=...): {manifest.uri} has no column {', '.join(map(repr, missing))}; it has "
+                f"{', '.join(map(repr, manifest.schema.names))}."
+            )
+
+
+def _at_least_one(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"ShardedDataset({name}={value!r}): give an integer of at least 1.")
