@@ -86,7 +86,9 @@ def apply_objects(
     if model is None:
         return
     extra = {
-        path[1] for name, path in live.paths.items() if path[0] == MODEL and (len(path) > 2 or name in live.objects)
+        str(path[1])
+        for name, path in live.paths.items()
+        if len(path) > 1 and path[0] == MODEL and (len(path) > 2 or name in live.objects)
     }
     values = saved.get(MODEL, {})
     if extra:

@@ -141,13 +141,15 @@ def _keep_at_rank0(
     placed: list[list[tuple[int, Box]]],
     load: list[int],
 ) -> list[int]:
-    """Place `rank0` pieces, small ones first, as far as rank 0's fair share goes; the rest of the line is returned."""
+    """Place `rank0` pieces, small ones first, as far as rank 0's fair share goes (or a hundredth of it, when it carries
+    more than that already); the rest of the line is returned."""
     if holders[0] != 0:
         return list(line)
     fair = (sum(load[r] for r in holders) + sum(pieces[n].size_bytes for n in line)) // len(holders)
+    limit = max(fair, load[0] + fair // 100)
     kept = set()
     for number in sorted((n for n in line if pieces[n].rank0), key=lambda n: (pieces[n].size_bytes, n)):
-        if load[0] + pieces[number].size_bytes > fair:
+        if load[0] + pieces[number].size_bytes > limit:
             break
         _place_whole(pieces[number], number, 0, placed, load)
         kept.add(number)

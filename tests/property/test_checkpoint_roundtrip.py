@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from committing import commit, put_slice
 from ray_goodput.checkpoint.plan import Planner
@@ -195,13 +196,13 @@ def test_stock_load_reads_model_and_optimizer(name: str, save: Save) -> None:
         tensor.zero_()
     for group in state["optimizer"]["param_groups"]:
         group["lr"] = -1.0
-    dcp.load(state, checkpoint_id=folder)
+    dcp_load(state, checkpoint_id=folder)
     assert same(dict(expected["model"]), dict(state["model"]))
     assert same(expected["optimizer"], state["optimizer"])
     with_our_reader = copy.deepcopy(state)
     for tensor in with_our_reader["model"].values():
         tensor.zero_()
-    dcp.load(with_our_reader, storage_reader=VerifiedReader(lambda n: folder / n))
+    dcp_load(with_our_reader, storage_reader=VerifiedReader(lambda n: folder / n))
     assert same(dict(expected["model"]), dict(with_our_reader["model"]))
 
 
@@ -220,11 +221,11 @@ def test_a_checkpoint_written_by_stock_save_loads_too(tmp_path: Path, save: Save
     model, optimizer = trained(OPTIMIZERS["adamw"])
     _, record = save(model=model, optimizer=optimizer)
     stock = tmp_path / "stock"
-    dcp.save(
+    dcp_save(
         {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=stock
     )
     state = {"model": Net().state_dict()}
-    dcp.load(state, storage_reader=VerifiedReader(lambda n: stock / n))
+    dcp_load(state, storage_reader=VerifiedReader(lambda n: stock / n))
     assert same(dict(model.state_dict()), dict(state["model"]))
     assert {p.name for p in stock.iterdir()} == {"__0_0.distcp", ".metadata"} and record.world_size == 1
 
@@ -253,7 +254,7 @@ def test_any_shape_dtype_and_layout_comes_back_bit_for_bit(
     ours, stock = (Box([torch.zeros(t.shape, dtype=t.dtype) for t in tensors]) for _ in range(2))
     load(folder, record, model=ours)
     assert [bits(t) for t in ours.buffers()] == [bits(t) for t in tensors]
-    dcp.load({"model": stock.state_dict()}, checkpoint_id=folder)
+    dcp_load({"model": stock.state_dict()}, checkpoint_id=folder)
     assert [bits(t) for t in stock.buffers()] == [bits(t) for t in tensors]
 
 
@@ -370,8 +371,8 @@ def test_not_strict_loads_what_fits(save: Save) -> None:
     folder, record = save(model=saved, optimizer=torch.optim.SGD(saved.parameters(), lr=0.5))
     other = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 2), "c": nn.Linear(1, 1)})
     load(folder, record, model=other, strict=False)
-    assert torch.equal(other["a"].weight, saved["a"].weight)
-    assert torch.equal(other["b"].bias, saved["b"].bias)
+    before, after = saved.state_dict(), other.state_dict()
+    assert [name for name in before if same(before[name], after[name])] == ["a.weight", "a.bias", "b.bias"]
 
 
 def test_another_optimizer_or_other_groups_are_refused(save: Save) -> None:
