@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from ray_goodput.core.cursor import DataCursor, check
 from ray_goodput.core.order import MAX_SEED, SampleOrder
 from ray_goodput.data.formats import ShardFormat, format_by_extension, get_format
 from ray_goodput.data.manifest import Manifest, build_manifest
-from ray_goodput.data.patterns import split_glob
+from ray_goodput.data.patterns import compile_glob, split_glob
 from ray_goodput.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,6 +93,10 @@ class ShardedDataset:
                 raise ConfigError(f"ShardedDataset({name}={getattr(self, name)!r}): give a function, or None.")
         if self.on_change not in ("fail", "accept"):
             raise ConfigError(f'ShardedDataset(on_change={self.on_change!r}): give "fail" or "accept".')
+        try:
+            compile_glob(self.pattern)
+        except re.error as error:
+            raise ConfigError(f"ShardedDataset({self.uri_glob!r}): the pattern cannot be read: {error}.") from None
         self.format_impl()
 
     @property

@@ -170,8 +170,10 @@ def build_manifest(
         if matcher.fullmatch(info.key):
             matching.append(info)
     if not matching:
-        where = f"There are {num_seen} objects under {store.uri}" if num_seen else f"There is nothing at {store.uri}"
-        raise EmptyDatasetError(f"{where} and none matches {pattern!r}: correct the dataset's URI {uri}.")
+        found = f"There are {num_seen} objects under {store.uri} and none matches {pattern!r}"
+        raise EmptyDatasetError(
+            f"{found if num_seen else f'There is nothing at {store.uri}'}: correct the dataset's URI {uri}."
+        )
     matching.sort(key=lambda info: info.key)
     facts = _inspect_all(store, matching, fmt, max_workers)
     rows = [fact.rows for fact in facts]
