@@ -8,7 +8,7 @@ Format, version 1 (of file names and files; a change of either gets another magi
     <root>/admission.lock           held for the moment of a decision about room
     <root>/tmp/<16 hex>-<bytes>/    room reserved by a living process: `lock`, held by it, and the files it writes
 
-The 32 hex digits are the content name: xxh3-128 of uri, key, etag, size and what is kept of the object, so a changed
+The 32 hex digits are the content name: xxh3-128 of URI, etag, size and what is kept of the object, so a changed
 object has another name and nothing is ever invalidated. File and checksum appear in one rename. Processes agree by
 the kernel alone (flock and rename): any of them may be killed at any point and nothing needs cleaning up by hand. An
 open table holds its file's shared lock, and a file that is locked is not evicted. The checksum is compared once per

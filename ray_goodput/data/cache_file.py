@@ -25,8 +25,17 @@ class CorruptFileError(ValueError):
 def content_name(
     *, uri: str, key: str, etag: str | None, size_bytes: int, transform: str = "", columns: Sequence[str] | None = None
 ) -> str:
-    """32 hex digits that change whenever the bytes or what is kept of them change; the same on every node and run."""
-    parts = [uri, key, etag or "", str(size_bytes), transform, *(["*"] if columns is None else ["=", *columns])]
+    """32 hex digits that change whenever the bytes or what is kept of them change; the same on every node and run.
+
+    uri and key name the object together, so that it does not matter where a dataset's pattern divides them.
+    """
+    parts = [
+        f"{uri.rstrip('/')}/{key}",
+        etag or "",
+        str(size_bytes),
+        transform,
+        *(["*"] if columns is None else ["=", *columns]),
+    ]
     digest = xxhash.xxh3_128()
     for part in parts:
         raw = part.encode("utf-8", "surrogateescape")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.order import SampleOrder
-from ray_goodput.core.placement import live_set, shard_visits
+from ray_goodput.core.placement import live_set, live_set_bytes, shard_visits
 from ray_goodput.data.cache import NodeCache
 from ray_goodput.data.lookahead import LookAhead, first_needs
 from ray_goodput.data.shard_fetcher import ShardFetcher, TableFormat
@@ -98,12 +98,12 @@ class FetchSpec:
         live = live_set(order, self.global_batch_size, feed.dp_ranks, feed.dp_world)
         limit = self.cache_limit_bytes
         if limit is not None:
-            _check_live_set(manifest, live, limit)
+            _check_live_set(order, manifest, self.global_batch_size, feed, limit)
         stop = None if feed.epochs is None else feed.epochs * order.num_samples
         visits = shard_visits(order, feed.start, stop, self.global_batch_size, feed.dp_ranks, feed.dp_world)
         return LookAhead(
             first_needs(visits),
-            shard_bytes=lambda data_shard: manifest.shard(data_shard).size_bytes,
+            shard_bytes=lambda data_shard: int(manifest.sizes[data_shard]),
             consumed=feed.start if consumed is None else max(feed.start, consumed),
             batch_samples=self.global_batch_size,
             max_shards=self.prefetch_shards,
@@ -122,13 +122,15 @@ def next_uses(feeds: Iterable[tuple[ShardFetcher, LookAhead]]) -> dict[str, floa
     return uses
 
 
-def _check_live_set(manifest: Manifest, live: int, limit_bytes: int) -> None:
-    """A lower bound: objects are often smaller than what they hold."""
-    sizes = sorted((manifest.shard(i).size_bytes for i in range(manifest.num_shards)), reverse=True)
-    need = sum(sizes[:live])
+def _check_live_set(
+    order: SampleOrder, manifest: Manifest, global_batch_size: int, feed: FeedSpec, limit_bytes: int
+) -> None:
+    """In bytes of objects: what they hold is often larger, so a cache that passes may still be too small."""
+    need = live_set_bytes(order, manifest.sizes, global_batch_size, feed.dp_ranks, feed.dp_world)
     if need > limit_bytes:
+        num = live_set(order, global_batch_size, feed.dp_ranks, feed.dp_world)
         raise CacheFullError(
-            f"The ranks of this node read from up to {live} data shards at once, {need} bytes, and the cache's limit "
+            f"The ranks of this node read from up to {num} data shards at once, {need} bytes, and the cache's limit "
             f"is {limit_bytes} bytes: set cache_limit_bytes to at least {2 * need}, or use fewer lanes, a smaller "
             f"window or smaller data shards."
         )

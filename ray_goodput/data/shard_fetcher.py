@@ -85,7 +85,7 @@ class ShardFetcher:
             return known
         shard = self.manifest.shard(data_shard)
         name = self._names[data_shard] = content_name(
-            uri=self.manifest.uri,
+            uri=self._store.uri,
             key=shard.key,
             etag=shard.etag,
             size_bytes=shard.size_bytes,

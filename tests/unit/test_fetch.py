@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from ray_goodput.core.order import SampleOrder
 from ray_goodput.core.placement import live_set, shard_visits
 from ray_goodput.data import shard_fetcher
 from ray_goodput.data.cache import NodeCache
+from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.feed import next_uses
-from ray_goodput.data.fetch import LocalShardSource, ShardFetcher
+from ray_goodput.data.fetch import LocalShardSource, ShardFetcher, open_local_source
 from ray_goodput.data.lookahead import LookAhead, first_needs
 from ray_goodput.errors import CacheFullError, ObjectChangedError, ObjectNotFoundError, ShardReadError, StorageError
 from ray_goodput.storage.protocol import ObjectInfo
@@ -269,3 +270,22 @@ def test_a_cache_smaller_than_the_dataset_stays_within_its_limit_and_delivers_ev
     source.close()
     assert cache.usage_bytes() <= limit
     assert cache.stats.evictions > 0
+
+
+def test_open_local_source_reads_a_real_dataset_from_any_position(store: Fixture, tmp_path: Path) -> None:
+    dataset = ShardedDataset(f"{store.folder}/*.parquet", global_batch_size=4, lanes=2, window=2, columns=["x"])
+    manifest = dataset.manifest()
+    order = dataset.order(manifest)
+    start = 8 * ROWS - 4
+    source = open_local_source(
+        dataset, manifest, order, start=start, epochs=2, dp_rank=0, dp_world=1, cache_dir=tmp_path / "node"
+    )
+    shards, rows = order.locate(np.arange(start, start + 8))
+    for data_shard, row in zip(shards.tolist(), rows.tolist(), strict=True):
+        table = source.table(data_shard)
+        assert table.column_names == ["x"]
+        assert table["x"][row].as_py() == data_shard * ROWS + row
+    source.close(5)
+    tight = replace(dataset, cache_limit_bytes=1000)
+    with pytest.raises(CacheFullError, match="up to 4 data shards at once"):
+        open_local_source(tight, manifest, order, start=0, epochs=1, dp_rank=0, dp_world=1, cache_dir=tmp_path / "x")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,8 @@ def needs(num: int = 10, rows: int = 10) -> list[Need]:
     return [Need(i * rows, i) for i in range(num)]
 
 
-def look(needs_: Iterator[Need] | list[Need], **changes: object) -> LookAhead:
-    options: dict = {"shard_bytes": lambda shard: 100, "consumed": 0, "batch_samples": 10, "max_shards": 3}
+def look(needs_: Iterator[Need] | list[Need], **changes: Any) -> LookAhead:
+    options: dict[str, Any] = {"shard_bytes": lambda shard: 100, "consumed": 0, "batch_samples": 10, "max_shards": 3}
     return LookAhead(iter(needs_), **(options | changes))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -33,6 +34,7 @@ class FakeShard:
 
 class FakeManifest:
     rows = (ROWS,) * SHARDS
+    sizes = np.full(SHARDS, 1000)
     num_shards = SHARDS
     digest = "m"
 
