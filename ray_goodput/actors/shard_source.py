@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ _PAUSE_S = 0.2
 
 
 class ActorShardSource:
-    """A `ShardSource` over a node's `ShardCache` actor. For one consumer thread; `open()` first, `close()` last.
+    """A `ShardSource` over a node's `ShardCache` actor. Thread-safe; `open()` first, `close()` last.
 
     A hit costs no actor call. A dead actor is waited for up to `answer_timeout_s`; then the worker fetches by itself,
     and asks the actor again after as long.
@@ -56,6 +57,8 @@ class ActorShardSource:
         self._begun: Any = None
         self._advanced: Any = None
         self._alone_until_mono_s = float("-inf")
+        self._telling = threading.Lock()
+        self._closed = False
 
     def open(self) -> ActorShardSource:
         """The actor has been told what is needed; it may still be starting. Returns itself."""
@@ -86,6 +89,7 @@ class ActorShardSource:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """The actor's feed ends, unless another has taken its place. Waits at most `timeout_s` for its id."""
+        self._closed = True
         begun, self._begun = self._begun, None
         if begun is None:
             return
@@ -102,6 +106,14 @@ class ActorShardSource:
         )
 
     def _tell(self) -> None:
+        if self._closed or not self._telling.acquire(blocking=False):
+            return  # or another thread is at it
+        try:
+            self._tell_alone()
+        finally:
+            self._telling.release()
+
+    def _tell_alone(self) -> None:
         if self._advanced is not None:
             done, _ = ray.wait([self._advanced], timeout=0)
             if not done:
@@ -111,14 +123,15 @@ class ActorShardSource:
             except RayError:  # it died meanwhile; its next life knows nothing
                 known = False
             if not known and self._has_begun():
-                logger.info("dataset %r: the cache actor was restarted; telling it again", self._name)
+                logger.info("dataset %r: the cache actor has no feed for it any more; telling it again", self._name)
                 self._begin()
         self._told_mono_s = time.monotonic()
         self._advanced = self._actor.advance.remote(self._name, self._consumed, self._attempt)
 
     def _has_begun(self) -> bool:
         """False while the actor has not even answered the last `begin`."""
-        return self._begun is None or bool(ray.wait([self._begun], timeout=0)[0])
+        begun = self._begun
+        return begun is None or bool(ray.wait([begun], timeout=0)[0])
 
     def _ensured_by_actor(self, data_shard: int) -> bool:
         """True once the actor says that the shard is cached; False if it does not answer in time.
@@ -131,8 +144,9 @@ class ActorShardSource:
         self._tell()
         while (left_s := deadline - time.monotonic()) > 0:
             try:
-                if self._begun is not None:
-                    ray.get(self._begun, timeout=left_s)
+                begun = self._begun
+                if begun is not None:
+                    ray.get(begun, timeout=left_s)
                 ray.get(self._actor.ensure.remote(self._name, data_shard), timeout=left_s)
                 return True
             except RayTaskError as error:
