@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+import time
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -50,7 +53,9 @@ def demo(
         str | None, typer.Option(help="Folder or s3:// URL. Default: a folder in the temporary folder.")
     ] = None,
     storage_options: StorageOptions = None,
-    logs: Annotated[bool, typer.Option(help="Show what Ray and the workers log, on standard error.")] = False,
+    logs: Annotated[
+        bool, typer.Option(help="Show what Ray and the workers log, instead of keeping it in a file.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a small GPT on this machine, kill a part of it in mid-run, and show that nothing was lost."""
@@ -60,8 +65,12 @@ def demo(
     config = DemoConfig(
         kill=kill.value, workers=workers, steps=steps, storage=storage, storage_options=parse_options(storage_options)
     )
-    with only_ours() as out:
-        result = run_demo(config, say=(lambda _: None) if as_json else lambda line: print(line, file=out), logs=logs)
+    name = time.strftime("demo-%Y%m%d-%H%M%S")
+    log = None if logs or as_json else Path(tempfile.gettempdir()) / "ray_goodput_demo" / f"{name}.log"
+    with only_ours(log) as out:
+        if log is not None:
+            print(f"what Ray and the workers log is in {log}", file=out)
+        result = run_demo(config, name, say=(lambda _: None) if as_json else lambda line: print(line, file=out))
         print(json.dumps(result.to_dict()) if as_json else result.text(), file=out)
 
 

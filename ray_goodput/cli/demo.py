@@ -6,7 +6,6 @@ killed: the saboteur works from outside, by process id.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import tempfile
@@ -111,46 +110,46 @@ class DemoResult:
         )
 
 
-def run_demo(config: DemoConfig, *, say: Say, logs: bool = False) -> DemoResult:
-    """Run the demo on a Ray of its own, which is gone afterwards; tell what happens through `say`.
+def run_demo(config: DemoConfig, name: str, *, say: Say) -> DemoResult:
+    """Run the demo, as run `name`, on a Ray of its own, which is gone afterwards; tell what happens through `say`.
 
     Raises:
         GoodputError: the run could not be done, or was over before anything could be killed.
     """
-    import ray
-
-    if not logs:
-        _quiet()
     storage = config.storage or str(Path(tempfile.gettempdir()) / "ray_goodput_demo")
-    name = time.strftime("demo-%Y%m%d-%H%M%S")
     say(f"run {name}: {config.steps} steps with {config.workers} workers, storage {storage}")
     with ExitStack() as stack:
-        cluster = _start_ray(config, stack, logs=logs)
-        stack.callback(ray.shutdown)
+        cluster = _start_ray(config, stack)
         return _train(config, storage, name, cluster, say)
 
 
-def _start_ray(config: DemoConfig, stack: ExitStack, *, logs: bool) -> DemoCluster | None:
-    import ray
-
+def _start_ray(config: DemoConfig, stack: ExitStack) -> DemoCluster | None:
+    """This process is connected to a Ray of the demo's own; `stack` ends it."""
     # A cluster named in the environment is not the demo's to break.
     os.environ.pop("RAY_ADDRESS", None)
-    options: dict[str, Any] = {"log_to_driver": logs, "logging_level": logging.INFO if logs else logging.ERROR}
-    if config.kill != "node":
-        ray.init("local", num_cpus=max(config.workers, os.cpu_count() or 1), include_dashboard=False, **options)
-        return None
-    from ray_goodput.cli.demo_cluster import DemoCluster
+    cluster: DemoCluster | None = None
+    if config.kill == "node":
+        from ray_goodput.cli.demo_cluster import DemoCluster
 
-    cluster = DemoCluster(config.workers)
-    stack.callback(cluster.close)
-    cluster.start()
-    ray.init(cluster.address, **options)
-    deadline = time.monotonic() + _NODE_TIMEOUT_S
-    while sum(node["Alive"] for node in ray.nodes()) < config.workers + 1:
-        cluster.check()
-        if time.monotonic() > deadline:
-            raise RunError(f"The demo's {config.workers + 1} Ray nodes did not come up within {_NODE_TIMEOUT_S:.0f} s.")
-        time.sleep(0.2)
+        cluster = DemoCluster()
+        stack.callback(cluster.close)
+        cluster.start()
+
+    import ray  # only now: it reads the cluster's settings from the environment, once
+
+    stack.callback(ray.shutdown)
+    if cluster is None:
+        ray.init("local", num_cpus=max(config.workers, os.cpu_count() or 1), include_dashboard=False)
+        return None
+    ray.init(cluster.address)
+    for num_nodes in range(1, config.workers + 1):
+        cluster.add_node()
+        deadline = time.monotonic() + _NODE_TIMEOUT_S
+        while sum(node["Alive"] for node in ray.nodes()) < num_nodes + 1:  # the head is one, too
+            cluster.check()
+            if time.monotonic() > deadline:
+                raise RunError(f"Node {num_nodes} of the demo's Ray did not come up within {_NODE_TIMEOUT_S:.0f} s.")
+            time.sleep(0.2)
     return cluster
 
 
@@ -213,10 +212,3 @@ def _loss_points(result: Any) -> list[tuple[int, float]]:
     if frame is None or not {"step", "loss"} <= set(frame.columns):
         return []
     return sorted({int(step): float(loss) for step, loss in zip(frame["step"], frame["loss"], strict=True)}.items())
-
-
-def _quiet() -> None:
-    """Ray's progress lines and warnings stay out of a person's terminal; errors do not."""
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_REDIRECT", "1")
-    for logger in ("ray", "ray.train", "ray.data", "ray_goodput"):
-        logging.getLogger(logger).setLevel(logging.ERROR)

@@ -7,6 +7,7 @@ a node are the children of that process.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -21,8 +22,8 @@ import psutil
 from ray_goodput.errors import RunError
 
 _START_TIMEOUT_S = 60.0
-# A lost node is declared dead after 3 missed checks, a second apart, so that a demonstration need not wait.
-_HEAD_ENV = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
+# A lost node is declared dead after 5 refused checks, a second apart (Ray: 3 s), so that a demonstration need not wait.
+_HEAD_ENV = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "5"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,32 +35,33 @@ class _Node:
 class DemoCluster:
     """A head without CPUs, and worker nodes with one CPU each. Not thread-safe but for `kill_node_of`."""
 
-    def __init__(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
+    def __init__(self) -> None:
         self._root = Path()
         self._nodes: list[_Node] = []
+        self._environment_before: dict[str, str | None] = {}
         self.address = ""
 
     def start(self) -> None:
-        """All nodes are up and `address` can be connected to.
+        """The head is up and `address` can be connected to from this process.
+
+        To be called before Ray is imported, which reads `RAY_AUTH_*` once.
 
         Raises:
-            RunError: a node did not come up; the message has the end of its log.
+            RunError: it did not come up; the message has the end of its log.
         """
         self._root = Path(tempfile.mkdtemp(prefix="rg_demo_"))  # short: sockets below it have a limit of 107 characters
+        self._enter_environment()
         port = _free_port()
         self.address = f"127.0.0.1:{port}"
-        head = [
-            "--head",
-            f"--port={port}",
-            "--node-ip-address=127.0.0.1",
-            "--num-cpus=0",
-            f"--temp-dir={self._root}/ray",
-        ]
-        self._add("head", [*head, "--include-dashboard=false", f"--ray-client-server-port={_free_port()}"], _HEAD_ENV)
+        head = ["--head", f"--port={port}", "--num-cpus=0", f"--temp-dir={self._root}/ray", "--include-dashboard=false"]
+        self._add("head", [*head, f"--ray-client-server-port={_free_port()}"], _HEAD_ENV)
         self._wait_listening(port)
-        for i in range(self._num_nodes):
-            self._add(f"node-{i}", [f"--address={self.address}", "--node-ip-address=127.0.0.1", "--num-cpus=1"], {})
+
+    def add_node(self) -> None:
+        """One more node is on its way. Start them one by one: `ray start` gives a raylet 30 s, all of which several at
+        once may need on a small machine.
+        """
+        self._add(f"node-{len(self._nodes)}", [f"--address={self.address}", "--num-cpus=1"], {})
 
     def check(self) -> None:
         """Raises RunError if a node that was not killed is gone."""
@@ -85,8 +87,28 @@ class DemoCluster:
         for node in reversed(self._nodes):
             _kill_tree(node.process)
         self._nodes.clear()
+        self._leave_environment()
         if self._root != Path():
             shutil.rmtree(self._root, ignore_errors=True)
+
+    def _enter_environment(self) -> None:
+        """This cluster has a token of its own: nobody else on the network can run code in it, and no token of the
+        user's is involved. Ray takes neither from the address, so both sides get them by the environment.
+        """
+        token = self._root / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
+        self._environment_before = {name: os.environ.pop(name, None) for name in names}
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+
+    def _leave_environment(self) -> None:
+        for name, value in self._environment_before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        self._environment_before = {}
 
     def _add(self, name: str, args: list[str], env: dict[str, str]) -> None:
         local_dir = self._root / name
@@ -115,7 +137,7 @@ class DemoCluster:
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,22 @@ print("after")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=50)
     assert done.stdout.split() == ["ours", "after"]
     assert sorted(done.stderr.split()) == ["child", "library"]
+
+
+def test_with_a_log_file_both_streams_of_the_others_go_there(tmp_path: Path) -> None:
+    script = """
+import subprocess, sys
+from pathlib import Path
+from ray_goodput.cli.stdout import only_ours
+with only_ours(Path(sys.argv[1])) as out:
+    subprocess.run([sys.executable, "-c", "import sys; print('child'); print('moan', file=sys.stderr)"], check=True)
+    print("ours", file=out)
+print("after", file=sys.stderr)
+"""
+    log = tmp_path / "new" / "log"
+    done = subprocess.run([sys.executable, "-c", script, log], capture_output=True, text=True, check=True, timeout=50)
+    assert (done.stdout.split(), done.stderr.split()) == (["ours"], ["after"])
+    assert sorted(log.read_text().split()) == ["child", "moan"]
 
 
 def test_storage_options_are_a_json_object() -> None:
