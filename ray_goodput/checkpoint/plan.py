@@ -61,6 +61,7 @@ class SavePlan:
     layout: ImageLayout
     object_names: tuple[str, ...]
     _metadata: Metadata | None = None
+    _cuts: list[tuple[int, int, int, int]] | None = field(default=None, repr=False)
     _pickled: tuple[tuple[int, ...], bytes] | None = field(default=None, repr=False)
 
     @property
@@ -70,14 +71,17 @@ class SavePlan:
 
     def sources(self, tree: StateTree) -> list[torch.Tensor]:
         """The live (local) tensors or views that go into the records, in their order."""
-        sources = []
-        for name, box in zip(self.names, self.boxes, strict=True):
-            tensor = tree.tensors[name]
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            for dim, (start, size) in enumerate(zip(box.local, box.sizes, strict=True)):
-                if size != local.shape[dim]:
-                    local = local.narrow(dim, start, size)
-            sources.append(local)
+        whole = [tree.tensors[name] for name in self.names]
+        sources = [t.to_local() if isinstance(t, DTensor) else t for t in whole]
+        if self._cuts is None:
+            self._cuts = [
+                (number, dim, start, size)
+                for number, (box, local) in enumerate(zip(self.boxes, sources, strict=True))
+                for dim, (start, size) in enumerate(zip(box.local, box.sizes, strict=True))
+                if size != local.shape[dim]
+            ]
+        for number, dim, start, size in self._cuts:
+            sources[number] = sources[number].narrow(dim, start, size)
         return sources
 
     def metadata_bytes(self, object_sizes: Sequence[int]) -> bytes:
@@ -128,13 +132,20 @@ def make_plan(tree: StateTree, *, world_rank: int, world_size: int, gather: Gath
         CheckpointError: the ranks together do not hold all of a sharded tensor.
     """
     digest = structure_digest(tree, world_size)
-    held = {i: _local_chunk(t) for i, t in enumerate(tree.tensors.values()) if isinstance(t, DTensor)}
-    answers = gather((digest, held))
+    held, problem = {}, ""
+    try:
+        held = {i: _local_chunk(t) for i, t in enumerate(tree.tensors.values()) if isinstance(t, DTensor)}
+    except CheckpointError as error:  # told to all: a rank that left now would leave the others waiting
+        problem = str(error)
+    answers = gather((digest, held, problem))
     if len(answers) != world_size:
         raise CheckpointError(f"The plan of a save needs all {world_size} ranks, {len(answers)} answered.")
-    if any(other != digest for other, _ in answers):
+    if any(other != digest for other, _, _ in answers):
         _raise_difference(gather(_readable(tree)))
-    pieces = _pieces(tree, [chunks for _, chunks in answers])
+    for rank, (_, _, problem) in enumerate(answers):
+        if problem:
+            raise CheckpointError(f"Rank {rank} cannot save: {problem}")
+    pieces = _pieces(tree, [chunks for _, chunks, _ in answers])
     boxes = assign(pieces, world_size)
     names = tuple(tree.tensors)
     dtypes = [t.dtype for t in tree.tensors.values()]

@@ -15,6 +15,7 @@ import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class StateTree:
             self.objects[self._claim(path)] = value
 
     def _claim(self, path: Path) -> str:
-        name = ".".join(map(str, path))
+        name = _name(path)
         if name in self.paths:
             raise CheckpointError(f"Two values of the state are both called {name!r}: rename one of them.")
         self.paths[name] = path
@@ -80,6 +81,11 @@ class StateTree:
             for name, t in self.tensors.items()
         )
         return tensors, tuple(self.objects), tuple(sorted(self.rank0))
+
+
+@lru_cache(maxsize=1 << 17)  # the names are the same at every save
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 def collect_state(
@@ -202,6 +208,8 @@ def _add_optimizer(tree: StateTree, prefix: Path, optimizer: Optimizer, names: M
 
 
 def _checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized:
+        return tensor.detach() if tensor.requires_grad else tensor
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
             raise CheckpointError(f"{name} is a DTensor with partial sums: reduce it before saving.")
