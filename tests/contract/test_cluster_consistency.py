@@ -147,7 +147,7 @@ def test_a_lost_node_is_known_within_5_s_and_a_silent_one_within_15_s() -> None:
 
 def test_the_drain_ends_within_the_grace_period_and_the_notice_of_a_spot_node() -> None:
     (container,) = worker_pod()["containers"]
-    (deadline,) = re.findall(r"--deadline-s=(\d+)", " ".join(container["lifecycle"]["preStop"]["exec"]["command"]))
+    (deadline,) = re.findall(r"--deadline-s=(\d+)", container["lifecycle"]["preStop"]["exec"]["command"][-1])
     grace_s = worker_pod()["terminationGracePeriodSeconds"]
     assert int(deadline) + 15 <= grace_s <= 120
 
@@ -222,8 +222,8 @@ def test_what_the_image_copies_exists_and_is_not_ignored() -> None:
 
 def test_the_image_has_what_the_manifests_start() -> None:
     inside = set(copied(1).values())
-    command = worker_pod()["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    assert command[1] in inside
+    hook = worker_pod()["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1]
+    assert set(re.findall(r"/opt/\S+\.py", hook)) == {"/opt/ray_goodput/drain_node.py"} <= inside
     watch = [c for c in load("aws_cluster.yaml")["worker_start_ray_commands"] if "spot_watch.py" in c]
     assert len(watch) == 1 and set(re.findall(r"/opt/\S+\.py", watch[0])) <= inside
     assert shlex.split(load("kuberay_job.yaml")["spec"]["entrypoint"])[1] == f"{copied(1)['examples']}/train_gpt.py"

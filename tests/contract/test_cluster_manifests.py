@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 needs_crds = pytest.mark.skipif(
     not CRD_DIR.is_dir(),
-    reason=f"No KubeRay CRDs in {CRD_DIR}: set KUBERAY_CRD_DIR to a folder with ray.io_rayclusters.yaml and _rayjobs.yaml.",
+    reason=f"No CRDs in {CRD_DIR}: set KUBERAY_CRD_DIR to a folder with ray.io_rayclusters.yaml, ray.io_rayjobs.yaml.",
 )
 
 

@@ -87,6 +87,21 @@ def test_without_a_raylet_there_is_nothing_to_drain(
     assert calls(tools) == []
 
 
+def test_the_hook_of_the_pod_hands_the_drain_its_arguments(tools: Path) -> None:
+    pod = yaml.safe_load((CLUSTER / "kuberay_cluster.yaml").read_text())["spec"]["workerGroupSpecs"][0]["template"][
+        "spec"
+    ]
+    tool(tools, "python3", 'for word; do echo "[$word]" >> "$CALLS"; done')
+    tool(tools, "tee")
+    hook = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert subprocess.run(hook, timeout=20).returncode == 0
+    assert [call for call in calls(tools) if call.startswith("[")] == [
+        "[/opt/ray_goodput/drain_node.py]",
+        "[--deadline-s=100]",
+        "[--reason-message=Kubernetes deletes the pod]",
+    ]
+
+
 def test_a_zombie_does_not_run(drain_node: ModuleType, tmp_path: Path) -> None:
     process(tmp_path, 7, RAYLET)
     process(tmp_path, 8, RAYLET, state="Z")
