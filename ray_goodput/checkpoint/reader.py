@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ from ray_goodput.checkpoint.state import (
 )
 from ray_goodput.checkpoint.verified import VerifiedReader
 from ray_goodput.core.commit import rank_state_name
+
+_FILES_AT_ONCE = 4
 
 __all__ = ["CheckpointSource", "LoadReport", "LocalFirstSource", "StoreSource", "VerifiedReader", "load_checkpoint"]
 
@@ -101,6 +104,7 @@ def load_checkpoint(
         entry = metadata.state_dict_metadata[name]
         if isinstance(entry, TensorStorageMetadata):
             targets[name] = values[path] = target_tensor(path, name, entry, live, owners)
+    rank_state = _rank_state(source, world_rank, world_size)
     _read_tensors(source, reader, metadata, targets)
 
     saved = nested({path: values[path] for path in wanted.values()})
@@ -111,7 +115,7 @@ def load_checkpoint(
         step=source.record.checkpoint.step,
         world_size=source.record.world_size,
         tier=source.tier,
-        rank_state=_rank_state(source, world_rank, world_size),
+        rank_state=rank_state,
         seconds=time.monotonic() - started,
         bytes=reader.bytes_read,
     )
@@ -159,8 +163,9 @@ def _read_tensors(
     planner.set_up_planner(targets, metadata, True)
     reader.set_up_storage_reader(metadata, True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
-    for name in sorted({metadata.storage_data[item.storage_index].relative_path for item in plan.items}):
-        source.path(name)  # every file is verified before the first tensor changes
+    files = sorted({metadata.storage_data[item.storage_index].relative_path for item in plan.items})
+    with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="restore") as pool:
+        list(pool.map(source.path, files))  # every file is verified before the first tensor changes
     reader.read_data(planner.finish_plan(plan), planner).wait()
 
 

@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
@@ -89,15 +89,11 @@ class StoreSource:
         self._store = store
         self._folder = folder.rstrip("/")
         self._cache_dir = Path(cache_dir)
-        self._verified: dict[str, Path] = {}
-        self._lock = threading.Lock()
+        self._verified = _OncePerName()
 
     def path(self, name: str) -> Path:
         entry = record_of(self.record, name)
-        with self._lock:
-            if name not in self._verified:
-                self._verified[name] = self._fetch(entry)
-            return self._verified[name]
+        return self._verified.get(name, lambda: self._fetch(entry))
 
     def _fetch(self, entry: ObjectRecord) -> Path:
         path = self._cache_dir / entry.name
@@ -136,15 +132,11 @@ class LocalFirstSource:
         self.tier: Tier = "local"
         self._local_dirs = [Path(folder) for folder in local_dirs]
         self._fallback = fallback
-        self._verified: dict[str, Path] = {}
-        self._lock = threading.Lock()
+        self._verified = _OncePerName()
 
     def path(self, name: str) -> Path:
         entry = record_of(self.record, name)
-        with self._lock:
-            if name not in self._verified:
-                self._verified[name] = self._find(entry)
-            return self._verified[name]
+        return self._verified.get(name, lambda: self._find(entry))
 
     def _find(self, entry: ObjectRecord) -> Path:
         damage: CorruptCheckpointError | None = None
@@ -168,6 +160,23 @@ class LocalFirstSource:
         raise ObjectNotFoundError(
             f"No local copy of {entry.name!r} of {self.record.checkpoint.folder} in {list(map(str, self._local_dirs))}."
         )
+
+
+class _OncePerName:
+    """Paths that were found already; different names are looked for at the same time, each only by one thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
+        self._paths: dict[str, Path] = {}
+
+    def get(self, name: str, find: Callable[[], Path]) -> Path:
+        with self._lock:
+            lock = self._locks.setdefault(name, threading.Lock())
+        with lock:
+            if name not in self._paths:
+                self._paths[name] = find()
+            return self._paths[name]
 
 
 @contextmanager

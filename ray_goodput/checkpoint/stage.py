@@ -240,6 +240,7 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> tuple[lis
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))  # the last optimizer step first
         with torch.cuda.stream(stream):
-            torch._foreach_copy_(to, of, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+            for target, source in zip(to, of, strict=True):
+                target.copy_(source, non_blocking=True)
             events.append(stream.record_event())
     return events, [sources] if events else []
