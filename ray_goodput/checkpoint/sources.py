@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from ray_goodput.core.commit import CommitRecord, ObjectRecord
-from ray_goodput.errors import CorruptCheckpointError, ObjectNotFoundError
+from ray_goodput.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from ray_goodput.storage.checksum import checksum_file
 from ray_goodput.storage.disk import tmp_path
 from ray_goodput.storage.protocol import ObjectStore
@@ -93,7 +93,16 @@ class StoreSource:
 
     def path(self, name: str) -> Path:
         entry = record_of(self.record, name)
-        return self._verified.get(name, lambda: self._fetch(entry))
+        return self._verified.get(name, lambda: self._fetched(entry))
+
+    def _fetched(self, entry: ObjectRecord) -> Path:
+        try:
+            return self._fetch(entry)
+        except OSError as error:  # a rank must not leave by an error that callers cannot tell from a user's
+            raise StorageError(
+                f"{entry.name} ({entry.size_bytes:,} bytes) cannot be kept in {self._cache_dir} ({error}): give the "
+                "node's local directory (RAY_GOODPUT_LOCAL_DIR) room for a checkpoint."
+            ) from error
 
     def _fetch(self, entry: ObjectRecord) -> Path:
         path = self._cache_dir / entry.name

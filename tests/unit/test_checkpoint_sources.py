@@ -9,7 +9,7 @@ import pytest
 
 from ray_goodput.checkpoint.sources import LocalFirstSource, StoreSource
 from ray_goodput.core.commit import CheckpointId, CommitRecord, ObjectRecord
-from ray_goodput.errors import CorruptCheckpointError, ObjectNotFoundError
+from ray_goodput.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from ray_goodput.storage.checksum import xxh3_128_hex
 from ray_goodput.storage.local import LocalStore
 from ray_goodput.storage.protocol import ObjectInfo
@@ -89,6 +89,14 @@ def test_an_object_damaged_in_storage_is_named_and_not_kept(
     with pytest.raises(CorruptCheckpointError, match=f"{FOLDER}/__0_0.distcp is damaged"):
         StoreSource(record, store, FOLDER, tmp_path / "cache").path("__0_0.distcp")
     assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.startswith(".lock-")] == []
+
+
+def test_a_cache_folder_that_cannot_be_used_is_a_storage_error(
+    store: CountingStore, record: CommitRecord, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_bytes(b"a file where the folder should be")
+    with pytest.raises(StorageError, match=r"__0_0\.distcp \(700 bytes\) cannot be kept in .*RAY_GOODPUT_LOCAL_DIR"):
+        StoreSource(record, store, FOLDER, tmp_path / "cache").path("__0_0.distcp")
 
 
 def test_a_missing_object_is_not_found(store: CountingStore, record: CommitRecord, tmp_path: Path) -> None:
