@@ -10,8 +10,10 @@ Start it again under the same `--name`: it goes on, too. The goodput table at th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import sys
 import sysconfig
 import tempfile
 import time
@@ -72,8 +74,7 @@ def prepare(storage: str, max_rows: int | None = None, storage_options: dict | N
 
     A marker comes last, so that shards half-written by an earlier try are not taken for the data.
     """
-    folder = f"{storage}/data/stdlib-{max_rows or 'all'}"
-    fs, path = fsspec.url_to_fs(folder, **(storage_options or {}))
+    fs, path = fsspec.url_to_fs(f"{storage}/data/stdlib-{max_rows or 'all'}", **(storage_options or {}))
     if not fs.exists(f"{path}/COMPLETE"):
         sources = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
         sources = [p for p in sources if not {"site-packages", "test", "tests"} & set(p.parts)]
@@ -85,7 +86,7 @@ def prepare(storage: str, max_rows: int | None = None, storage_options: dict | N
             with fs.open(f"{path}/part-{i:05d}.parquet", "wb") as file:
                 pq.write_table(pa.table({"tokens": column}), file)
         fs.pipe_file(f"{path}/COMPLETE", str(len(rows)).encode())
-    return f"{folder}/*.parquet"
+    return f"{fs.unstrip_protocol(path)}/*.parquet"
 
 
 def make_trainer(
@@ -137,12 +138,11 @@ def main() -> None:
     args["every"] = int(args["every"]) if args["every"].isdigit() else args["every"]
     if not os.environ.get("RAY_ADDRESS"):
         ray.init("local", num_cpus=max(bounds[-1], os.cpu_count() or 1), include_dashboard=False)
-    result = make_trainer(**args).fit()
-    if as_json:
-        print(json.dumps({"run": args["name"], "metrics": result.metrics, "goodput": result.goodput.to_dict()}))
-        return
-    print(f"Run {args['name']} is done, last metrics: {result.metrics}")
-    print(result.goodput.table())
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+        result = make_trainer(**args).fit()  # prints the goodput table at its end; result.goodput has the numbers
+    goodput = result.goodput.to_dict() if result.goodput else None
+    summary = {"run": args["name"], "metrics": result.metrics, "goodput": goodput}
+    print(json.dumps(summary) if as_json else f"Run {args['name']} is done. Last metrics: {result.metrics}")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ import tempfile
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ray_goodput.errors import ConfigError, GoodputError
+from ray_goodput.cli.options import AsJson, StorageOptions, parse_options
+from ray_goodput.cli.plan import plan
+from ray_goodput.errors import GoodputError
 
 app = typer.Typer(
     name="ray-goodput",
@@ -26,6 +28,7 @@ app = typer.Typer(
 )
 checkpoints = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True)
 app.add_typer(checkpoints, name="checkpoints")
+app.command("plan")(plan)
 
 
 class Kill(StrEnum):
@@ -34,14 +37,6 @@ class Kill(StrEnum):
     WORKER = "worker"
     NODE = "node"
     NONE = "none"
-
-
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")
-]
-StorageOptions = Annotated[
-    str | None, typer.Option(help='JSON for the storage, for example {"key": ..., "secret": ..., "endpoint_url": ...}.')
-]
 
 
 @app.command()
@@ -89,23 +84,6 @@ def checkpoints_ls(
         print(json.dumps({"uri": uri, "checkpoints": [row.to_dict() for row in rows]}))
     else:
         print(render(rows))
-
-
-def parse_options(text: str | None) -> dict[str, Any]:
-    """The mapping behind `--storage-options`.
-
-    Raises:
-        ConfigError: not a JSON object. The text is not repeated: it may hold a secret.
-    """
-    if text is None:
-        return {}
-    try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--storage-options is not JSON ({error}).") from None
-    if not isinstance(options, dict):
-        raise ConfigError(f'--storage-options must be a JSON object like {{"endpoint_url": ...}}, not {type(options)}.')
-    return options
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from ray_goodput.storage import open_store
 
 if TYPE_CHECKING:
     from ray_goodput.cli.demo_cluster import DemoCluster
-    from ray_goodput.goodput.ledger import GoodputReport
+    from ray_goodput.goodput.report import GoodputReport
 
 Say = Callable[[str], None]
 
@@ -101,11 +101,12 @@ class DemoResult:
                 f"samples repeated   {self.samples_repeated}",
                 f"samples skipped    {self.samples_skipped}",
                 "",
-                f"loss {self.loss[0][1]:.3f} -> {self.loss[-1][1]:.3f}" if self.loss else "no loss was reported",
+                "loss",
                 loss_curve(self.loss, width=72),
                 "",
                 str(render_table(self.goodput)),
-                f"ray-goodput checkpoints ls {self.run_uri}",
+                "",
+                f"what is left of it: ray-goodput checkpoints ls {self.run_uri}",
             ]
         )
 
@@ -177,7 +178,7 @@ def _train(config: DemoConfig, storage: str, name: str, cluster: DemoCluster | N
     saboteur = Saboteur(
         RunObserver(name, trainer.run_store).status,
         kill if config.kill != "none" else None,
-        last_step=config.steps - 1,
+        last_step=config.steps,
         say=say,
     )
     saboteur.start()
@@ -191,7 +192,7 @@ def _train(config: DemoConfig, storage: str, name: str, cluster: DemoCluster | N
         )
     if result.goodput is None:
         raise RunError(f"The run {name} is done, but its ledger could not be read: see the log of its RunCoordinator.")
-    resume = saboteur.last.resumes[-1] if saboteur.strike and saboteur.last and saboteur.last.resumes else None
+    resume = result.resumes[-1] if len(result.resumes) > 1 else None
     samples = audit(open_store(trainer.run_store))
     return DemoResult(
         run=name,
@@ -201,14 +202,6 @@ def _train(config: DemoConfig, storage: str, name: str, cluster: DemoCluster | N
         samples=samples.samples,
         samples_repeated=samples.repeated,
         samples_skipped=samples.skipped,
-        loss=_loss_points(result),
+        loss=[(step, metrics["loss"]) for step, metrics in result.history if "loss" in metrics],
         goodput=result.goodput,
     )
-
-
-def _loss_points(result: Any) -> list[tuple[int, float]]:
-    """(step, loss) as reported, in order of steps; a step done again after the restart counts once, as it survived."""
-    frame = result.metrics_dataframe
-    if frame is None or not {"step", "loss"} <= set(frame.columns):
-        return []
-    return sorted({int(step): float(loss) for step, loss in zip(frame["step"], frame["loss"], strict=True)}.items())

@@ -81,8 +81,8 @@ class Saboteur:
         before, self.last = self.last, status
         num_known = len(before.resumes) if before else 0
         for resume in status.resumes[num_known:]:
-            where = f"after step {resume.step}, from {resume.tier}" if resume.step >= 0 else "from scratch"
-            self._say(f"attempt {resume.attempt}: {len(status.workers)} workers go on {where}")
+            where = "begin" if resume.tier == "none" else f"go on after step {resume.step}, from {resume.tier}"
+            self._say(f"attempt {resume.attempt}: {len(status.workers)} workers {where}")
         if status.committed_step > (before.committed_step if before else -1):
             self._say(f"step {status.step}: the checkpoint of step {status.committed_step} is committed")
         if self._kill is None or self.strike is not None:

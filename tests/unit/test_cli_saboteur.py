@@ -103,7 +103,7 @@ def test_the_watch_survives_an_observer_that_fails_and_keeps_the_last_status() -
     assert saboteur.strike is None
     assert saboteur.last is not None and saboteur.last.resumes == resumes
     assert said == [
-        "attempt 1: 3 workers go on from scratch",
+        "attempt 1: 3 workers begin",
         "attempt 2: 3 workers go on after step 19, from local",
         "step 25: the checkpoint of step 19 is committed",
     ]
