@@ -71,8 +71,11 @@ class PlanInputs:
         _within("share of failures that leave the node up", self.local_share, 0, 1)
         for name in ("stall", "latency", "restart", "interval", "replacement", "resize"):
             seconds = getattr(self, f"{name}_s")
-            if seconds is not None:
-                _within(f"{name} in seconds (the run is not longer)", seconds, 0, self.run_s, above=name == "interval")
+            if seconds is not None and not (0 <= seconds <= self.run_s and (seconds > 0 or name != "interval")):
+                raise ConfigError(
+                    f"A time of {seconds:,.10g} s for the {name} makes no sense in a run of {self.days:g} days: "
+                    f"it must be {'above' if name == 'interval' else 'at least'} 0 s and not longer than the run."
+                )
         if self.lost_gpus is not None:
             _within("number of accelerators lost at once", self.lost_gpus, 1, MAX_GPUS)
         if self.cost_per_gpu_hour is not None:
@@ -118,5 +121,5 @@ def rate_from_mtbf(mtbf_s: float, gpus: int) -> float:
 
 def _within(what: str, value: float, low: float, high: float, *, above: bool = False) -> None:
     if not (low <= value <= high) or (above and value == low):  # not a number fails this too
-        bound = f"above {low:,g}" if above else f"at least {low:,g}"
-        raise ConfigError(f"The {what} is {value:,g}: it must be {bound} and at most {high:,g}.")
+        bound = f"{'above' if above else 'at least'} {low:,.10g}"
+        raise ConfigError(f"The {what} is {value:,.10g}: it must be {bound} and at most {high:,.10g}.")

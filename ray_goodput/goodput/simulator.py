@@ -146,7 +146,9 @@ def _held(tiers: Sequence[Tier], worked_s: np.ndarray, base: np.ndarray, saved: 
         room = worked_s - tier.latency_s
         low = np.maximum(np.floor(room / (tier.interval_s * slowdown)), 0.0)
         high = np.maximum(np.floor((room + stalls) / (tier.interval_s * slowdown)), 0.0) + 1.0
-        while (high - low).max(initial=0.0) > 1.0:
+        for _ in range(64):  # enough for any double, also where neighbouring ones are more than 1 apart
+            if (high - low).max(initial=0.0) <= 1.0:
+                break
             middle = np.floor((low + high) / 2.0)
             in_time = (_clock_at_save(tiers, j, middle) <= room) | (middle == low)
             low, high = np.where(in_time, middle, low), np.where(in_time, high, middle)

@@ -232,4 +232,4 @@ def test_a_bad_trace_is_refused_in_one_sentence(lines: list[str], word: str) -> 
 )
 def test_what_cannot_be_simulated_is_refused_in_one_sentence(fields: dict, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        job(**({"tiers": (tier(60.0),)} | fields))
+        job(*fields.get("tiers", (tier(60.0),)), **{k: v for k, v in fields.items() if k != "tiers"})
