@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import ray.train
 import torch
 
 MetricsPage = list[tuple[int, dict[str, float]]]
@@ -21,12 +20,10 @@ class MetricsBuffer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, Mapping[str, Any]]] = []
-        self._last: Mapping[str, Any] = {}
 
     def note(self, step: int, metrics: Mapping[str, Any]) -> None:
         kept = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
         with self._lock:
-            self._last = kept
             self._waiting.append((step, kept))
             del self._waiting[:-_MAX_WAITING]
 
@@ -41,10 +38,6 @@ class MetricsBuffer:
         with self._lock:
             self._waiting[:0] = page
             del self._waiting[:-_MAX_WAITING]
-
-    def report_last(self) -> None:
-        """Give Ray Train the last metrics, once: `ray.train.report` is a barrier of about two seconds."""
-        ray.train.report(_numbers(self._last))
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -23,6 +23,8 @@ class RunObserver:
 
     def status(self, timeout_s: float = 5.0) -> RunStatus | None:
         """The run's state, or None while it has no coordinator (not started yet, or over) or it does not answer."""
+        if not ray.is_initialized():  # asking would start a Ray of its own, in the middle of somebody's ray.init()
+            return None
         try:
             coordinator = ray.get_actor(self._name, namespace=NAMESPACE)
             status: Any = ray.get(coordinator.status.remote(), timeout=timeout_s)

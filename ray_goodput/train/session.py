@@ -278,7 +278,6 @@ class Session:
             self._save(must=True)
         with self._recorder.span(Bucket.SHUTDOWN):
             self._saver.finish()
-            self._metrics.report_last()
 
     def _save(self, *, must: bool) -> None:
         with self._recorder.span(Bucket.CKPT_BLOCK):

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 class GoodputResult(ray.train.Result):
     """Ray's `Result`, plus the run's goodput; `checkpoint` is the newest committed one.
 
+    metrics: what was reported to Ray Train, else the last metrics given to `run.step`.
+
     resumes: where each attempt of this driver began.
     history: (step, metrics of rank 0) in step order; a step done again counts once, with its last values.
     """
@@ -152,6 +154,7 @@ class GoodputTrainer(TorchTrainer):
         if end is None:
             return GoodputResult(**rays)
         rays["checkpoint"] = self._checkpoint(end.newest)
+        rays["metrics"] = rays["metrics"] or (end.history[-1][1] if end.history else None)
         return GoodputResult(**rays, goodput=end.report, resumes=end.resumes, history=end.history)
 
     def _prepare(self) -> CommitRecord | None:

@@ -1,4 +1,5 @@
-"""The training job of the integration tests: a small network on parquet rows, run as a driver script of its own process.
+"""The training job of the integration tests: a small network on parquet rows, run as a driver script of its own
+process.
 
     python small_job.py --storage URI --data URI --name NAME --out FILE [--kill SEED ...]
 
