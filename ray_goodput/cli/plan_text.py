@@ -13,7 +13,7 @@ _LABEL = 22
 
 def render_plan(plan: Plan, simulated: SimulationResult | None = None) -> str:
     """The whole plan; see README.md of goodput/ for what each figure means."""
-    i, at = plan.inputs, plan.intervals
+    i = plan.inputs
     lines = [
         f"{i.gpus:,} accelerators for {i.days:g} days, a failure each {duration(plan.mtbf_s)} "
         f"({i.failures_per_gpu_year:.4g} a year of one accelerator{_nodes(plan)})",
@@ -31,11 +31,7 @@ def render_plan(plan: Plan, simulated: SimulationResult | None = None) -> str:
     if plan.measured is not None:
         lines.append(_row("  the run's own", f"{'':>10} {plan.measured.goodput:>9.2%} (measured)"))
     lines += [
-        _row(
-            "best by rule",
-            f"Young {duration(at.young_s)}, Daly {duration(at.daly_first_s)} and {duration(at.daly_s)}, exact "
-            f"{duration(at.exact_s)}; not below the {duration(at.shortest_feasible_s)} until a save is durable",
-        ),
+        _row("best by rule", best_by_rule(plan)),
         "",
         _row("what if halved", f"{'now':>12} {'halved':>12} {'goodput':>9} {'gain':>13}"),
     ]
@@ -63,6 +59,18 @@ def render_published(rows: Sequence[PublishedRow]) -> str:
         lines.append(f"{row.what:<48} {printed:>9} {texts[0]:>9} {texts[1]:>9}  {bounds}")
     lines.append("exact: where the formula is an approximation (1 - tau / 2M), what it approximates")
     return "\n".join(lines)
+
+
+def best_by_rule(plan: Plan) -> str:
+    """The best interval by each rule."""
+    at = plan.intervals
+    rules = (
+        f"Young {duration(at.young_s)}, Daly {duration(at.daly_first_s)} and {duration(at.daly_s)}, "
+        f"exact {duration(at.exact_s)}"
+    )
+    if at.shortest_feasible_s == 0:
+        return rules
+    return f"{rules}; not below the {duration(at.shortest_feasible_s)} until a save is durable"
 
 
 def interruptions(plan: Plan) -> str:

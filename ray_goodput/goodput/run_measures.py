@@ -61,19 +61,21 @@ def measure_run(report: Mapping[str, Any], lines: Iterable[str | bytes] = ()) ->
     commits = sum(len(a.commits) for a in attempts.values())
     sources: dict[str, str] = {}
     stall = _stall(report, attempts)
-    sources["stall_s"] = f"mean of {commits} saves" if stall is not None else "it has no commit yet"
+    sources["stall_s"] = f"mean over {_count(commits, 'save')}" if stall is not None else "it has no commit yet"
     gaps = [b - a for x in attempts.values() for (_, a), (_, b) in zip(x.commits, x.commits[1:], strict=False)]
     interval = max(1e-3, statistics.median(gaps) - (stall or 0.0)) if gaps else None
-    sources["interval_s"] = f"median of {len(gaps)} intervals" if gaps else "no attempt has two commits"
+    sources["interval_s"] = f"median of {_count(len(gaps), 'interval')}" if gaps else "no attempt has two commits"
     latencies = [late - (stall or 0.0) for x in attempts.values() for late in _lateness(x)]
     latency = max(0.0, statistics.median(latencies)) if latencies else None
     sources["latency_s"] = (
-        f"median of {len(latencies)} commits, known to some seconds" if latencies else "no commit can be timed"
+        f"median of {_count(len(latencies), 'commit')}, known to some seconds"
+        if latencies
+        else "no commit can be timed"
     )
     overcome = [i["down_s"] for i in report["incidents"] if i["step_resumed"] is not None]
     if overcome:
         restart: float | None = statistics.fmean(overcome)
-        sources["restart_s"] = f"mean of {len(overcome)} incidents"
+        sources["restart_s"] = f"mean over {_count(len(overcome), 'incident')}"
     else:
         restart = _startup(report)
         sources["restart_s"] = (
@@ -150,3 +152,7 @@ def _startup(report: Mapping[str, Any]) -> float | None:
     return statistics.fmean(
         (a["buckets_s"].get("startup", 0.0) + a["buckets_s"].get("ckpt_load", 0.0)) / a["world"] for a in started
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -352,7 +352,7 @@ def test_a_plan_from_a_run_uses_its_own_figures_and_says_so() -> None:
     assert plan.inputs.evidence.failures == 1
     assert plan.rate is not None and plan.inputs.failures_per_gpu_year == plan.rate.mean
     assert plan.inputs.interval_s == near(100.0)
-    assert plan.inputs.sources["stall_s"] == "mean of 6 saves"
+    assert plan.inputs.sources["stall_s"] == "mean over 6 saves"
     assert "1 failure in" in plan.inputs.sources["failures_per_gpu_year"]
     assert plan.measured is not None
 
