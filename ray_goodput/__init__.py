@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray_goodput.config import CheckpointConfig as CheckpointConfig
     from ray_goodput.config import FailureBudget as FailureBudget
+    from ray_goodput.config import MlflowConfig as MlflowConfig
     from ray_goodput.data.dataset import ShardedDataset as ShardedDataset
     from ray_goodput.data.loader import Batch as Batch
     from ray_goodput.errors import GoodputError as GoodputError
@@ -28,6 +29,7 @@ _HOME = {
     "FailureBudget": "ray_goodput.config",
     "GoodputError": "ray_goodput.errors",
     "GoodputTrainer": "ray_goodput.train.trainer",
+    "MlflowConfig": "ray_goodput.config",
     "ShardedDataset": "ray_goodput.data.dataset",
     "session": "ray_goodput.train.session",
 }

@@ -99,6 +99,34 @@ class FailureBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MlflowConfig:
+    """Where a run shows up in MLflow: one MLflow run, whatever restarts and however many drivers it takes.
+
+    tracking_uri: as for `mlflow.set_tracking_uri`: `http://host:5000`, `sqlite:///file.db`, `databricks`, ...
+        Credentials come from MLflow's own environment variables in the driver's process.
+    run_name: shown in MLflow; default: the name of the Ray Train run.
+    tags: set on the MLflow run each time a driver takes it up. Names beginning with `ray_goodput.` are ours.
+    log_training_metrics: whether the numbers given to `run.step` are sent, too.
+    """
+
+    tracking_uri: str
+    experiment: str
+    run_name: str | None = None
+    tags: Mapping[str, str] | None = None
+    log_training_metrics: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("tracking_uri", "experiment"):
+            if not str(getattr(self, name)).strip():
+                raise ConfigError(f'MlflowConfig({name}=""): it must not be empty, for example "http://mlflow:5000".')
+        ours = [tag for tag in self.tags or {} if tag.startswith("ray_goodput.")]
+        if ours:
+            raise ConfigError(
+                f"MlflowConfig(tags=...): {ours[0]!r} begins with ray_goodput., which is ours: rename it."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSpec:
     """Where objects live and how to reach them; picklable, opened where it is used (`storage.open_store`).
 

@@ -33,6 +33,7 @@ def test_the_public_names_are_exactly_these() -> None:
         "FailureBudget",
         "GoodputError",
         "GoodputTrainer",
+        "MlflowConfig",
         "ShardedDataset",
         "__version__",
         "session",
