@@ -106,11 +106,14 @@ def plan_from_run(
 
 
 def chosen_interval_s(inputs: PlanInputs) -> float:
-    """The given interval, or the best that still lets a save become durable before the next: at least the latency."""
+    """The given interval, or the best that still lets a save become durable before the next: at least the latency.
+
+    At most the run: a job that hardly ever fails is saved once, at its end.
+    """
     if inputs.interval_s is not None:
         return inputs.interval_s
     best = formulas.optimal_interval_s(inputs.stall_s, inputs.mtbf_s)
-    return max(best, inputs.latency_s, SHORTEST_INTERVAL_S)
+    return min(max(best, inputs.latency_s, SHORTEST_INTERVAL_S), inputs.run_s)
 
 
 def goodput(inputs: PlanInputs, interval_s: float, mtbf_s: float | None = None) -> float:

@@ -108,6 +108,12 @@ def test_a_save_that_costs_nothing_is_made_each_second() -> None:
     assert chosen_interval_s(inputs()) == 1.0
 
 
+def test_a_job_that_hardly_ever_fails_is_saved_once_at_its_end() -> None:
+    plan = make_plan(PlanInputs(gpus=1, days=2, failures_per_gpu_year=1e-6, stall_s=60))
+    assert plan.intervals.exact_s > plan.inputs.run_s
+    assert plan.chosen.interval_s == plan.inputs.run_s
+
+
 def test_halving_a_restart_of_600_s_gains_2_7_points_and_levers_come_best_first() -> None:
     plan = make_plan(inputs(stall_s=9, restart_s=600))
     gains = {lever.name: lever.gain for lever in plan.levers}
