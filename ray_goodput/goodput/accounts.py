@@ -88,8 +88,38 @@ def close_books(
     )
 
 
-def _place(session: Session, session_end: float, target: int, heartbeat_s: float) -> list[_Placed]:
-    placed: list[_Placed] = []
+@dataclass(frozen=True, slots=True)
+class AttemptSpan:
+    """An attempt on the wall clock: idle from `gap_start` to `start`, and, if it is the last, from `end` to `tail_end`.
+
+    first: of its session. ended: nothing more is to come from it.
+    """
+
+    book: AttemptBook
+    first: bool
+    gap_start: float
+    start: float
+    end: float
+    tail_end: float
+    ended: bool
+
+    @property
+    def gap_bucket(self) -> Bucket:
+        return Bucket.STARTUP if self.first else Bucket.RESTART
+
+    @property
+    def end_bucket(self) -> Bucket:
+        """Where the rest of a rank's time goes that was not closed by its journal."""
+        return Bucket.SHUTDOWN if self.book.outcome in CLEAN_OUTCOMES else Bucket.DETECT
+
+    @property
+    def tail_bucket(self) -> Bucket:
+        return Bucket.SHUTDOWN if self.book.outcome in CLEAN_OUTCOMES else Bucket.RESTART
+
+
+def attempt_spans(session: Session, session_end: float) -> list[AttemptSpan]:
+    """The attempts of a session, without holes and without overlaps."""
+    spans: list[AttemptSpan] = []
     cursor = session.started_at
     books = session.attempts
     for i, book in enumerate(books):
@@ -98,32 +128,34 @@ def _place(session: Session, session_end: float, target: int, heartbeat_s: float
         limit = session_end if last else max(start, min(books[i + 1].started_at, session_end))
         ended = book.ended_at is not None or not last or session.ended_at is not None
         end = limit if book.ended_at is None else max(start, min(book.ended_at, limit))
-        sums = _Sums()
-        gap = start - cursor
-        sums.s[Bucket.STARTUP if i == 0 else Bucket.RESTART] += book.world * gap
-        for world_rank in range(book.world):
-            _rank(sums, book, book.ranks.get(world_rank), start, end, ended, heartbeat_s)
-        tail = session_end - end if last else 0.0
-        if tail > 0:
-            clean = book.outcome in CLEAN_OUTCOMES
-            sums.s[Bucket.SHUTDOWN if clean else Bucket.RESTART] += book.world * tail
-        sums.s[Bucket.IDLE_NODES] += (target - book.world) * (gap + (end - start) + tail)
-        placed.append(_Placed(book, end, ended, sums))
+        spans.append(AttemptSpan(book, i == 0, cursor, start, end, session_end if last else end, ended))
         cursor = end
+    return spans
+
+
+def _place(session: Session, session_end: float, target: int, heartbeat_s: float) -> list[_Placed]:
+    placed: list[_Placed] = []
+    for span in attempt_spans(session, session_end):
+        book = span.book
+        sums = _Sums()
+        sums.s[span.gap_bucket] += book.world * (span.start - span.gap_start)
+        for world_rank in range(book.world):
+            _rank(sums, span, book.ranks.get(world_rank), heartbeat_s)
+        sums.s[span.tail_bucket] += book.world * (span.tail_end - span.end)
+        sums.s[Bucket.IDLE_NODES] += (target - book.world) * (span.tail_end - span.gap_start)
+        placed.append(_Placed(book, span.end, span.ended, sums))
     return placed
 
 
-def _rank(
-    sums: _Sums, book: AttemptBook, rank: RankBook | None, start: float, end: float, ended: bool, heartbeat_s: float
-) -> None:
-    duration = end - start
-    stepped = book.last_done is not None
+def _rank(sums: _Sums, span: AttemptSpan, rank: RankBook | None, heartbeat_s: float) -> None:
+    duration = span.end - span.start
+    stepped = span.book.last_done is not None
     if rank is None or rank.started_at is None:
         # Never heard of. If others took steps, so did this one, and its journal is what is missing.
         sums.s[Bucket.OTHER if stepped else Bucket.STARTUP] += duration
         sums.uncertain += duration if stepped else 0.0
         return
-    before = min(max(0.0, rank.started_at - start), duration)
+    before = min(max(0.0, rank.started_at - span.start), duration)
     for bucket, ns in enumerate(rank.ns):
         sums.s[bucket] += ns / 1e9
     if rank.open_bucket is not None:
@@ -141,11 +173,11 @@ def _rank(
     if silent and stepped:
         sums.s[Bucket.OTHER] += left
         sums.uncertain += left
-    elif not ended:
+    elif not span.ended:
         sums.s[Bucket.OTHER if rank.open_bucket is None else rank.open_bucket] += left
         sums.uncertain += left
     else:
-        sums.s[Bucket.SHUTDOWN if book.outcome in CLEAN_OUTCOMES else Bucket.DETECT] += left
+        sums.s[span.end_bucket] += left
         sums.uncertain += 0.0 if rank.closed else min(left, heartbeat_s)
 
 

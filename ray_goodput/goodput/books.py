@@ -10,6 +10,7 @@ import numpy as np
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.goodput.journal import STEP_DONE, JournalPage
 from ray_goodput.goodput.step_times import StepTimes
+from ray_goodput.goodput.timeline import CELL_S, MAX_RANKS, Timeline
 
 NUM_BUCKETS = len(Bucket)
 
@@ -62,6 +63,8 @@ class AttemptBook:
     resumed: int | None = None
     ranks: dict[int, RankBook] = field(default_factory=dict)
     steps: StepTimes = field(default_factory=StepTimes)
+    timelines: dict[int, Timeline] = field(default_factory=dict)
+    cell_s: float = CELL_S
 
     @property
     def began(self) -> int | None:
@@ -84,6 +87,7 @@ class AttemptBook:
         origin = page.header.mono_anchor_ns
         array = page.array[max(0, rank.next_record - page.first_record) :]
         if len(array):
+            self._draw(page.header.world_rank, rank, array, origin)
             self._book(rank, array, origin)
         rank.next_record = page.next_record
         rank.life_ns = max(rank.life_ns, rank.end_ns, page.heartbeat_ns - origin)
@@ -104,6 +108,28 @@ class AttemptBook:
             return step
         done = rank.last_done if rank.last_done is not None else self.resumed
         return (done or 0) + 1
+
+    def coarsen(self, cell_s: float) -> None:
+        """Keep timelines in cells of at least `cell_s`."""
+        self.cell_s = cell_s
+        for timeline in self.timelines.values():
+            timeline.coarsen(cell_s)
+
+    def timeline(self, world_rank: int) -> Timeline:
+        """The rank's timeline, begun if it has none."""
+        return self.timelines.setdefault(world_rank, Timeline(self.cell_s))
+
+    def _draw(self, world_rank: int, rank: RankBook, array: np.ndarray, origin: int) -> None:
+        if world_rank >= MAX_RANKS:
+            return
+        start, end = array["start_ns"] - origin, array["end_ns"] - origin
+        buckets = array["bucket"].astype(np.int64)
+        buckets[buckets >= Bucket.LOST] = Bucket.OTHER
+        done = (array["flags"] & STEP_DONE) != 0
+        if start[0] > rank.end_ns:  # overwritten by newer records before anybody read them
+            start, end = np.insert(start, 0, rank.end_ns), np.insert(end, 0, start[0])
+            buckets, done = np.insert(buckets, 0, Bucket.OTHER), np.insert(done, 0, False)
+        self.timeline(world_rank).add(start, end, buckets, done)
 
     def _book(self, rank: RankBook, array: np.ndarray, origin: int) -> None:
         gap = int(array["start_ns"][0]) - origin - rank.end_ns

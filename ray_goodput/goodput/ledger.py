@@ -17,11 +17,13 @@ from ray_goodput.goodput.accounts import close_books
 from ray_goodput.goodput.books import AttemptBook, RankBook, Session
 from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.goodput.report import GoodputReport
+from ray_goodput.goodput.timeline import MAX_RANKS, cell_length_s
 
 logger = logging.getLogger(__name__)
 
 FORMAT = "ray_goodput.ledger"
-VERSION = 1
+VERSION = 2
+READABLE_VERSIONS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Ledger:
         self._segments: dict[int, LedgerSegment] = {}  # sealed, not yet told to be saved
         self._next_segment = 0
         self._refused: set[tuple[str, int, int]] = set()
+        self._cell_s = cell_length_s(0.0)
 
     # What the coordinator tells.
 
@@ -78,7 +81,7 @@ class Ledger:
             return
         if not self._sessions or self._sessions[-1].ended_at is not None:
             self.run_started(at)
-        book = AttemptBook(attempt, world, at)
+        book = AttemptBook(attempt, world, at, cell_s=self._cell_s)
         self._attempts[attempt] = book
         self._sessions[-1].attempts.append(book)
         self.target_world = max(self.target_world, world)
@@ -157,10 +160,19 @@ class Ledger:
         """The newest commit that is not known to be bad."""
         return self._durable
 
+    @property
+    def sessions(self) -> Sequence[Session]:
+        """The books themselves, oldest first: to look at, not to change."""
+        return self._sessions
+
+    @property
+    def last_at(self) -> float:
+        """When the last event was, by the coordinator's clock; 0 before the first."""
+        return self._last_at if self._last_at is not None else 0.0
+
     def report(self, at: float | None = None) -> GoodputReport:
         """The accounts as of `at`, or of the last event."""
-        if at is None:
-            at = self._last_at if self._last_at is not None else 0.0
+        at = self.last_at if at is None else at
         return close_books(
             self._sessions,
             target_world=self.target_world,
@@ -221,13 +233,16 @@ class Ledger:
         return ledger
 
     def _enter_segment(self, head: dict[str, Any]) -> bool:
-        if head["format"] != FORMAT or head["version"] != VERSION:
+        if head["format"] != FORMAT or head["version"] not in READABLE_VERSIONS:
             raise StorageError(
                 f"The ledger has format {head['format']!r} version {head['version']}, this release reads {FORMAT!r} "
-                f"version {VERSION}: use the release that wrote it."
+                f"up to version {VERSION}: use the release that wrote it."
             )
         if head["segment"] > self._next_segment:
-            raise StorageError(f"Segment {self._next_segment} of the ledger is missing, {head['segment']} is there.")
+            raise StorageError(
+                f"Segment {self._next_segment} of the ledger is missing, {head['segment']} is there: if this is a copy "
+                "of the run's folder, copy all of it."
+            )
         if head["segment"] < self._next_segment:
             return True
         self._next_segment += 1
@@ -256,6 +271,10 @@ class Ledger:
                     for step, ns in enumerate(times, first):
                         steps.add(step, ns)
                 steps.first = line["lowest_step"]  # settled time is told by the end of its segment
+            case "timeline":
+                if 0 <= line["world_rank"] < MAX_RANKS:
+                    timeline = self._attempts[line["attempt"]].timeline(line["world_rank"])
+                    timeline.put(line["cell_s"], line["first"], line["cells"])
             case "seen":
                 self._seen(line["at"])
             case other:
@@ -266,7 +285,12 @@ class Ledger:
         news: list[dict[str, Any]] = []
         for attempt, world_rank in self._touched:
             rank = self._attempts[attempt].ranks[world_rank]
-            news.append({"event": "rank", "attempt": attempt, "world_rank": world_rank, **rank.to_dict()})
+            whose = {"attempt": attempt, "world_rank": world_rank}
+            news.append({"event": "rank", **whose, **rank.to_dict()})
+            timeline = self._attempts[attempt].timelines.get(world_rank)
+            if timeline and (changes := timeline.take_changes()):
+                first, cells = changes
+                news.append({"event": "timeline", **whose, "cell_s": timeline.cell_s, "first": first, "cells": cells})
         for attempt in dict.fromkeys(attempt for attempt, _ in self._touched):
             steps = self._attempts[attempt].steps
             if runs := steps.take_changes():
@@ -289,6 +313,13 @@ class Ledger:
 
     def _seen(self, at: float) -> None:
         self._last_at = at if self._last_at is None else max(at, self._last_at)
+        if not self._sessions:
+            return
+        cell_s = cell_length_s(self._last_at - self._sessions[0].started_at)
+        if cell_s > self._cell_s:
+            self._cell_s = cell_s
+            for book in self._attempts.values():
+                book.coarsen(cell_s)
 
     def _note(self, at: float | None, event: str, **fields: Any) -> None:
         if at is not None:
