@@ -88,28 +88,37 @@ class BatchBuilder:
         self._open: OrderedDict[int, ShardColumns] = OrderedDict()
 
     def build(self, located: LocatedBatch) -> Batch:
-        """The batch of this rank. A rank without samples gets the same columns with no rows.
+        """The batch of this rank. A rank without samples gets a padding sample: weight 0, and no sample id.
 
         Raises: ShardReadError, ObjectChangedError, or whatever `transform` and `collate` raise.
         """
         batch, slots, data_shards, rows = located
         ids = self._order.sample_ids(data_shards, rows)
-        columns = self._collated(slots, ids, self._gather(data_shards, rows)) if len(slots) else self._no_rows(batch)
+        if not len(slots):
+            return self._padding(batch)
         return Batch(
-            columns,
+            self._collated(slots, ids, self._gather(data_shards, rows)),
             sample_ids=torch.from_numpy(ids),
             weight=batch_weight(len(slots), batch.size, self._dp_world),
             index=batch.index,
             samples_end=batch.samples_end,
         )
 
-    def _no_rows(self, batch: BatchRange) -> dict[str, Any]:
-        """Columns as of a batch of one sample, which is then cut off: the only way to learn what user code returns."""
+    def _padding(self, batch: BatchRange) -> Batch:
+        """The batch's first sample, once more, counting nothing.
+
+        Not an empty batch: the mean over no samples is NaN, and NaN times weight 0 would spoil everybody's gradient.
+        """
         slots = np.array([batch.start], dtype=np.int64)
         data_shards, rows = self._order.locate(slots)
         ids = self._order.sample_ids(data_shards, rows)
-        columns = self._collated(slots, ids, self._gather(data_shards, rows))
-        return {name: value[:0] if isinstance(value, torch.Tensor | list) else value for name, value in columns.items()}
+        return Batch(
+            self._collated(slots, ids, self._gather(data_shards, rows)),
+            sample_ids=torch.empty(0, dtype=torch.int64),
+            weight=0.0,
+            index=batch.index,
+            samples_end=batch.samples_end,
+        )
 
     def _shard(self, data_shard: int) -> ShardColumns:
         known = self._open.get(data_shard)

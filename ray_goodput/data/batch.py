@@ -13,7 +13,8 @@ class Batch(Mapping[str, Any]):
 
     sample_ids: int64 (num_samples,): which samples, as positions in the manifest's own order.
     weight: factor that makes the average of the ranks' mean gradients that of the global batch (n_r * world / m); 1.0
-        if the ranks' batches are equal, 0.0 for a batch without samples.
+        if the ranks' batches are equal. 0.0 for padding: one sample that is here only so that no rank lacks a batch,
+        with empty `sample_ids`.
     index: number of the global batch.
     samples_end: the cursor's position once this global batch is trained on; equal on all ranks.
     fetch_seconds: how long the consumer waited for it.
@@ -40,7 +41,7 @@ class Batch(Mapping[str, Any]):
 
     @property
     def num_samples(self) -> int:
-        """Samples of this rank; `len(batch)` is the number of columns."""
+        """Samples of this rank that count, 0 for padding; `len(batch)` is the number of columns."""
         return len(self.sample_ids)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:

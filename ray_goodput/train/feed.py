@@ -36,8 +36,11 @@ def open_feed(
     cursor: DataCursor | None,
     *,
     epochs: int | None,
+    purpose: str = "",
 ) -> DataFeed:
     """A feed that goes on at `cursor`, or starts at the first sample without one.
+
+    purpose: tells apart feeds of one dataset that are open at the same time.
 
     Raises:
         DatasetMismatchError: the cursor belongs to other data or another order.
@@ -51,7 +54,7 @@ def open_feed(
     world = worker.world
     source = ActorShardSource(
         worker.shard_cache,
-        name,
+        f"{name} ({purpose})" if purpose else name,
         FetchSpec.of(dataset, manifest),
         FeedSpec(start=start.samples_consumed, dp_ranks=worker.ranks_of_node, dp_world=world.world_size, epochs=epochs),
         attempt=worker.attempt,

@@ -6,6 +6,7 @@ the same order, on the training thread.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from torch import nn
 
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.cursor import DataCursor
+from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.loader import Batch
 from ray_goodput.errors import ConfigError, SessionError
 from ray_goodput.train import ray_compat, reproducible
@@ -196,11 +198,7 @@ class Session:
             ShardReadError, ObjectChangedError: a data shard cannot be had, naming it.
         """
         self._need_restore("batches")
-        dataset = self._spec.datasets.get(name)
-        if dataset is None:
-            raise ConfigError(
-                f"There is no dataset {name!r}; GoodputTrainer(datasets=) has {sorted(self._spec.datasets) or 'none'}."
-            )
+        dataset = self._dataset(name)
         feed = open_feed(self._spec.run, self._worker, name, dataset, self._cursors.get(name), epochs=epochs)
         self._cursors[name] = feed.cursor
         self._feeds.append(feed)
@@ -222,6 +220,38 @@ class Session:
             self._weight.set(1.0)
             self._feeds.remove(feed)
             feed.close()
+
+    def evaluate_batches(self, name: str) -> Iterator[Batch]:
+        """Every sample of dataset `name` exactly once over all ranks, as many batches on every rank; nothing is trained.
+
+        Always starts at the first sample, and moves no cursor. The time until the iterator ends or is closed counts as
+        `eval`. Ranks' batches differ in size by at most one sample; a rank for which the last batch has none left gets a
+        padding sample with `weight` 0. So weigh a batch's mean by `batch.num_samples`, and divide the sums over ranks:
+
+            for batch in run.evaluate_batches("val"):
+                sums += torch.tensor([loss(batch) * batch.num_samples, batch.num_samples])
+            torch.distributed.all_reduce(sums)
+
+        Raises:
+            ConfigError: no such dataset.
+            ShardReadError, ObjectChangedError: a data shard cannot be had, naming it.
+        """
+        dataset = self._dataset(name)
+        return self._evaluate(name, dataset)
+
+    def _evaluate(self, name: str, dataset: ShardedDataset) -> Iterator[Batch]:
+        # All of it when the first batch is asked for: a generator that is never begun must leave nothing open.
+        dataset = dataclasses.replace(dataset, drop_last=False)
+        with self._recorder.span(Bucket.EVAL):
+            feed = open_feed(self._spec.run, self._worker, name, dataset, None, epochs=1, purpose="evaluation")
+            self._feeds.append(feed)
+            try:
+                for batch in feed.loader:
+                    yield batch
+                    feed.source.advance(batch.samples_end)
+            finally:
+                self._feeds.remove(feed)
+                feed.close()
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
         """One optimizer step is done: it is accounted, the cursor moves on, and a save begins if one is due.
@@ -278,6 +308,14 @@ class Session:
             self._save(must=True)
         with self._recorder.span(Bucket.SHUTDOWN):
             self._saver.finish()
+
+    def _dataset(self, name: str) -> ShardedDataset:
+        dataset = self._spec.datasets.get(name)
+        if dataset is None:
+            raise ConfigError(
+                f"There is no dataset {name!r}; GoodputTrainer(datasets=) has {sorted(self._spec.datasets) or 'none'}."
+            )
+        return dataset
 
     def _save(self, *, must: bool) -> None:
         with self._recorder.span(Bucket.CKPT_BLOCK):
