@@ -1,4 +1,4 @@
-"""Ranks for `test_padding_world.py`: a DDP world trains on batches of which the last leaves two ranks without a sample."""
+"""Ranks for `test_padding_world.py`: in the last batch of a DDP world two ranks have no sample."""
 
 from __future__ import annotations
 

@@ -222,11 +222,12 @@ class Session:
             feed.close()
 
     def evaluate_batches(self, name: str) -> Iterator[Batch]:
-        """Every sample of dataset `name` exactly once over all ranks, as many batches on every rank; nothing is trained.
+        """Every sample of dataset `name` exactly once over all ranks, as many batches on every rank.
 
         Always starts at the first sample, and moves no cursor. The time until the iterator ends or is closed counts as
-        `eval`. Ranks' batches differ in size by at most one sample; a rank for which the last batch has none left gets a
-        padding sample with `weight` 0. So weigh a batch's mean by `batch.num_samples`, and divide the sums over ranks:
+        `eval`. Ranks' batches differ in size by at most one sample; a rank for which the last batch has none left gets
+        a padding sample with `weight` 0. So weigh a batch's mean by `batch.num_samples`, and divide the sums over
+        ranks:
 
             for batch in run.evaluate_batches("val"):
                 sums += torch.tensor([loss(batch) * batch.num_samples, batch.num_samples])
