@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import Any
 
 import psutil
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _IMMORTAL = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "namespace": NAMESPACE}
 _NICENESS = 10
+_DEAD_DRIVER_WAIT_S = 15.0
 
 
 class _CoordinatorProcess(RunCoordinator):
@@ -82,17 +84,22 @@ def start_coordinator(spec: RunSpec) -> Any:
         StorageError: the storage cannot be read.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    try:
-        handle = (
-            ray.remote(_CoordinatorProcess)
-            .options(name=coordinator_name(spec.key), max_concurrency=64, scheduling_strategy=here, **_IMMORTAL)
-            .remote(spec)
-        )
-    except ValueError as error:
-        raise RunInUseError(
-            f"The run {spec.run!r} in {spec.store.uri} is already being trained by another driver on this cluster. "
-            "Wait for it, stop it, or choose another RunConfig(name=...)."
-        ) from error
+    actor = ray.remote(_CoordinatorProcess).options(
+        name=coordinator_name(spec.key), max_concurrency=64, scheduling_strategy=here, **_IMMORTAL
+    )
+    deadline = time.monotonic() + _DEAD_DRIVER_WAIT_S
+    while True:
+        try:
+            handle = actor.remote(spec)
+            break
+        except ValueError as error:
+            # Of a driver that was just killed, Ray ends the actors within seconds; those of a living one stay.
+            if time.monotonic() > deadline:
+                raise RunInUseError(
+                    f"The run {spec.run!r} in {spec.store.uri} is already being trained by another driver on this "
+                    "cluster. Wait for it, stop it, or choose another RunConfig(name=...)."
+                ) from error
+            time.sleep(0.5)
     ray.get(handle.ping.remote())
     return handle
 

@@ -40,11 +40,13 @@ class DemoCluster:
         self._nodes: list[_Node] = []
         self._environment_before: dict[str, str | None] = {}
         self.address = ""
+        self.dashboard_url = ""
 
-    def start(self) -> None:
+    def start(self, *, head_cpus: int = 0, dashboard: bool = False) -> None:
         """The head is up and `address` can be connected to from this process.
 
-        To be called before Ray is imported, which reads `RAY_AUTH_*` once.
+        To be called before Ray is imported, which reads `RAY_AUTH_*` once. With `dashboard`, jobs can be submitted to
+        `dashboard_url`.
 
         Raises:
             RunError: it did not come up; the message has the end of its log.
@@ -53,7 +55,12 @@ class DemoCluster:
         self._enter_environment()
         port = _free_port()
         self.address = f"127.0.0.1:{port}"
-        head = ["--head", f"--port={port}", "--num-cpus=0", f"--temp-dir={self._root}/ray", "--include-dashboard=false"]
+        head = ["--head", f"--port={port}", f"--num-cpus={head_cpus}", f"--temp-dir={self._root}/ray"]
+        head.append(f"--include-dashboard={str(dashboard).lower()}")
+        if dashboard:
+            dashboard_port = _free_port()
+            self.dashboard_url = f"http://127.0.0.1:{dashboard_port}"
+            head += [f"--dashboard-port={dashboard_port}", f"--dashboard-agent-listen-port={_free_port()}"]
         self._add("head", [*head, f"--ray-client-server-port={_free_port()}"], _HEAD_ENV)
         self._wait_listening(port)
 
@@ -75,12 +82,24 @@ class DemoCluster:
 
         Returns how many processes were killed.
         """
-        ancestors = {p.pid for p in psutil.Process(pid).parents()}
-        node = next(n for n in self._nodes if n.process.pid in ancestors)
+        node = self._node_of(pid)
+        if node is None:
+            raise RunError(f"Process {pid} runs on no node of this cluster.")
         self._nodes.remove(node)
         num_killed = _kill_tree(node.process)
         shutil.rmtree(node.local_dir, ignore_errors=True)
         return num_killed
+
+    def runs(self, pid: int) -> bool:
+        """Whether process `pid` runs on one of the nodes."""
+        return self._node_of(pid) is not None
+
+    def _node_of(self, pid: int) -> _Node | None:
+        try:
+            ancestors = {p.pid for p in psutil.Process(pid).parents()}
+        except psutil.NoSuchProcess:
+            return None
+        return next((n for n in self._nodes if n.process.pid in ancestors), None)
 
     def close(self) -> None:
         """Every process this cluster started is gone, and so are its folders."""

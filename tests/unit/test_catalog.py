@@ -8,7 +8,13 @@ from ray_goodput.core.commit import CheckpointId, CommitRecord
 
 def record(step: int, attempt: int = 1) -> CommitRecord:
     return CommitRecord(
-        run="r", checkpoint=CheckpointId(step, attempt), world_size=1, structure_digest="", cursors={}, objects=(), committed_at_s=0.0
+        run="r",
+        checkpoint=CheckpointId(step, attempt),
+        world_size=1,
+        structure_digest="",
+        cursors={},
+        objects=(),
+        committed_at_s=0.0,
     )
 
 
@@ -58,7 +64,9 @@ def test_only_fenced_folders_without_a_commit_are_abandoned() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["step-10-1", "step-0000000010", "step-0000000010-x", "COMMIT.json", "", "step-0000000010-1/"])
+@pytest.mark.parametrize(
+    "name", ["step-10-1", "step-0000000010", "step-0000000010-x", "COMMIT.json", "", "step-0000000010-1/"]
+)
 def test_other_names_are_no_checkpoint_folders(name: str) -> None:
     assert CheckpointId.parse(name) is None
 

@@ -1,0 +1,107 @@
+"""Runs the small job as a driver process on a Ray cluster that the tests started, and reads what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray_goodput.config import StoreSpec
+from ray_goodput.storage import open_store
+from ray_goodput.storage.protocol import ObjectStore
+from ray_goodput.train.sample_log import SampleAudit, audit
+
+SCRIPT = Path(__file__).with_name("small_job.py")
+JOB_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A driver that ended: `outcome` is what it wrote, `log` all it printed."""
+
+    code: int
+    outcome: dict[str, Any]
+    log: str
+    store: ObjectStore
+
+    def audit(self) -> SampleAudit:
+        return audit(self.store)
+
+
+class Job:
+    """One driver process of the small job."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *arguments: str,
+        address: str,
+        data: str,
+        storage: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.spec = StoreSpec(uri=storage or str(folder / "storage"), options=storage_options or {}).child(name)
+        self._out = folder / f"{name}-{time.monotonic_ns()}.json"
+        self._log_path = self._out.with_suffix(".log")
+        options = ["--storage-options", json.dumps(storage_options)] if storage_options else []
+        command = [sys.executable, str(SCRIPT), "--storage", storage or str(folder / "storage"), "--data", data]
+        command += ["--name", name, "--out", str(self._out), *options, *arguments]
+        with self._log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "RAY_ADDRESS": address}
+            )
+
+    def wait(self, timeout_s: float = JOB_TIMEOUT_S) -> Finished:
+        """The driver has ended; it is killed when it needs longer."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"{self.name} did not end within {timeout_s:.0f} s:\n{self.log[-6000:]}") from None
+        outcome = json.loads(self._out.read_text()) if self._out.exists() else {}
+        return Finished(code, outcome, self.log, open_store(self.spec))
+
+    def succeed(self) -> Finished:
+        finished = self.wait()
+        assert finished.code == 0, finished.log[-6000:]
+        return finished
+
+    def wait_for_commit(self, timeout_s: float = 120.0) -> None:
+        """At least one checkpoint is committed, seen from outside."""
+        store = open_store(self.spec)
+        deadline = time.monotonic() + timeout_s
+        while not any(info.key.endswith("COMMIT.json") for info in store.list("checkpoints")):
+            assert self.process.poll() is None, self.log[-6000:]
+            assert time.monotonic() < deadline, f"no commit within {timeout_s:.0f} s:\n{self.log[-6000:]}"
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    @property
+    def log(self) -> str:
+        return self._log_path.read_text(errors="replace")
+
+
+def assert_nothing_lost(finished: Finished, steps: Mapping[int, tuple[int, ...]]) -> None:
+    """Every sample of each epoch exactly once, and each step on the same samples as in `steps`."""
+    found = finished.audit()
+    assert (found.repeated, found.skipped) == (0, 0)
+    assert found.steps == steps
+
+
+def assert_books_balance(finished: Finished) -> None:
+    """Law G1: the buckets sum to target world x wall, within 0.1 % plus the printed uncertainty."""
+    goodput = finished.outcome["goodput"]
+    total = goodput["target_world"] * goodput["wall_s"]
+    difference = abs(sum(goodput["buckets_s"].values()) - total)
+    assert difference <= 0.001 * total + goodput["uncertainty_s"], goodput

@@ -1,0 +1,73 @@
+"""F1: one process is killed at a random moment; the run goes on by itself and ends as if nothing had happened."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ray_goodput.config import StoreSpec
+from ray_goodput.storage import open_store
+from running import Finished, Job, assert_books_balance, assert_nothing_lost
+from servers import JuiceFSGateway
+
+pytestmark = pytest.mark.timeout(400)
+
+StartJob = Callable[..., Job]
+
+
+def test_undisturbed_every_sample_is_trained_on_once_an_epoch(undisturbed: Finished) -> None:
+    found = undisturbed.audit()
+    assert (found.repeated, found.skipped) == (0, 0)
+    assert found.samples == 2 * 363
+    assert undisturbed.outcome["metrics"]["loss"] > 0
+    assert_books_balance(undisturbed)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_worker_killed_at_a_random_moment_changes_neither_samples_nor_weights(
+    job: StartJob, undisturbed: Finished, seed: int
+) -> None:
+    killed = job(f"killed-{seed}", "--kill", str(seed)).succeed()
+    assert killed.outcome["killed"], "nothing was killed"
+    assert [attempt for attempt, _, _ in killed.outcome["resumes"]] == [1, 2]
+    assert killed.outcome["resumes"][1][1] > 0
+    assert killed.outcome["weights"] == undisturbed.outcome["weights"]
+    assert_nothing_lost(killed, undisturbed.audit().steps)
+    assert_books_balance(killed)
+
+
+def test_three_ranks_resume_bit_identically_when_reproducible(job: StartJob, undisturbed: Finished) -> None:
+    arguments = ("--workers", "3", "--reproducible")
+    whole = job("three", *arguments).succeed()
+    killed = job("three-killed", *arguments, "--kill", "4").succeed()
+    assert killed.outcome["killed"] and killed.outcome["resumes"][1][1] > 0
+    assert killed.outcome["weights"] == whole.outcome["weights"]
+    assert_nothing_lost(killed, undisturbed.audit().steps)
+
+
+def test_the_same_through_a_real_s3_server(
+    job: StartJob, undisturbed: Finished, data: Path, juicefs_gateway: JuiceFSGateway
+) -> None:
+    root = f"s3://{juicefs_gateway.bucket}/worker-loss"
+    options = dict(juicefs_gateway.storage_options)
+    store = open_store(StoreSpec(uri=f"{root}/data", options=options))
+    for file in sorted(data.glob("*.parquet")):
+        store.put(file.name, file.read_bytes())
+    killed = job("on-s3", "--kill", "5", data=f"{root}/data", storage=f"{root}/runs", storage_options=options).succeed()
+    assert killed.outcome["killed"] and killed.outcome["resumes"][1][1] > 0
+    assert killed.outcome["weights"] == undisturbed.outcome["weights"]
+    assert_nothing_lost(killed, undisturbed.audit().steps)
+
+
+def test_a_new_driver_goes_on_from_the_newest_commit_of_one_that_was_killed(
+    job: StartJob, undisturbed: Finished
+) -> None:
+    first = job("driver-lost", "--step-s", "0.2")
+    first.wait_for_commit()
+    first.kill()
+    second = job("driver-lost").succeed()
+    assert second.outcome["resumes"][0][1] > 0
+    assert second.outcome["resumes"][0][0] > 1, "the attempt number must be new: the old driver's writers are fenced"
+    assert second.outcome["weights"] == undisturbed.outcome["weights"]
+    assert_nothing_lost(second, undisturbed.audit().steps)
+    assert_books_balance(second)
