@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ray_goodput.actors.commits import CommitLog
 from ray_goodput.actors.ledger_store import LedgerStore
+from ray_goodput.actors.metrics_store import MetricsStore
 from ray_goodput.clock import Clock
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
 from ray_goodput.core.run_state import Resume, RunStatus, WorkerInfo
@@ -54,6 +55,7 @@ class RunCoordinator:
         self._clock = clock
         self._commits = CommitLog(run=run, store=store, clock=clock, keep_last=keep_last, keep_every=keep_every)
         self._ledger = LedgerStore(store=store, clock=clock, target_world=target_world)
+        self._metrics = MetricsStore(store=store, clock=clock)
         self._run_started_at = clock.at_s() if run_started_at is None else run_started_at
         self._lock = threading.Lock()
         self._attempt = 0
@@ -114,6 +116,7 @@ class RunCoordinator:
                 self._step = max(self._step, step) if attempt == self._attempt else self._step
             while len(self._history) > _MAX_HISTORY:
                 self._history.pop(next(iter(self._history)))
+        self._metrics.add(attempt, metrics)
         return self._ledger.add_page(page)
 
     def journal_tail(self, attempt: int, world_rank: int, page: JournalPage) -> None:
@@ -200,6 +203,7 @@ class RunCoordinator:
         self._stop.set()
         self._prune.set()
         report = self._ledger.finish()
+        self._metrics.flush(now=True)
         with self._lock:
             return RunEnd(
                 report=report,
@@ -223,6 +227,7 @@ class RunCoordinator:
     def _ledger_loop(self) -> None:
         while not self._stop.wait(self._ledger.flush_interval_s):
             self._ledger.flush()
+            self._metrics.flush()
 
 
 def _processes(workers: Sequence[WorkerInfo]) -> list[tuple[str, int]]:

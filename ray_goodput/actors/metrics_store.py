@@ -1,0 +1,88 @@
+"""A run's training curves behind a lock, one object an attempt. Nothing here raises into the coordinator's callers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from ray_goodput.clock import Clock
+from ray_goodput.errors import GoodputError, ObjectNotFoundError
+from ray_goodput.goodput.metrics_log import MetricsLog, object_name
+from ray_goodput.storage.protocol import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsStore:
+    """Thread-safe. `add` keeps, `flush` writes the curves that changed, whole, at most each `flush_interval_s`.
+
+    A curve is for looking at: a coordinator that dies loses what came since the last write, and nobody sends it again.
+    """
+
+    flush_interval_s = 20.0
+
+    def __init__(self, *, store: ObjectStore, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._logs: dict[int, MetricsLog] = {}
+        self._changed: set[int] = set()
+        self._continued: set[int] = set()  # what an earlier life wrote is in the log
+        self._flushed_mono_s = clock.mono_s()
+
+    def add(self, attempt: int, metrics: Sequence[tuple[int, dict[str, float]]]) -> None:
+        """What rank 0 reported: (step, values)."""
+        if not metrics:
+            return
+        at_s = self._clock.at_s()
+        with self._lock:
+            log = self._logs.setdefault(attempt, MetricsLog(attempt))
+            for step, values in metrics:
+                log.add(step, values, at_s)
+            self._changed.add(attempt)
+
+    def flush(self, *, now: bool = False) -> None:
+        """Write what changed if the last write is long enough ago, or `now`; what fails is written again next time."""
+        with self._writing:
+            self._flush(now)
+
+    def _flush(self, now: bool) -> None:
+        with self._lock:
+            due = now or self._clock.mono_s() - self._flushed_mono_s >= self.flush_interval_s
+            if not due:
+                return
+            self._flushed_mono_s = self._clock.mono_s()
+            unknown = self._changed - self._continued
+        for attempt in unknown:
+            self._continue(attempt)
+        with self._lock:
+            newest = max(self._logs, default=0)
+            changed = {attempt: self._logs[attempt].to_bytes() for attempt in self._changed}
+            self._changed = set()
+            for attempt in [a for a in self._logs if a < newest and a not in changed]:
+                del self._logs[attempt]  # written, and nobody trains in it any more
+        for attempt, data in changed.items():
+            try:
+                self._store.put(object_name(attempt), data)
+            except GoodputError as error:
+                logger.warning("The metrics of attempt %d could not be written; tried again: %s", attempt, error)
+                with self._lock:
+                    self._changed.add(attempt)
+
+    def _continue(self, attempt: int) -> None:
+        """Begin with what an earlier life of the coordinator wrote of the same attempt, if it did."""
+        earlier = None
+        try:
+            earlier = MetricsLog.from_bytes(self._store.get(object_name(attempt)))
+        except ObjectNotFoundError:
+            pass
+        except GoodputError as error:
+            logger.warning("The earlier metrics of attempt %d cannot be used: %s", attempt, error)
+        with self._lock:
+            self._continued.add(attempt)
+            if earlier is not None:
+                for point in self._logs[attempt].points:
+                    earlier.append(point)
+                self._logs[attempt] = earlier
