@@ -25,7 +25,7 @@ from ray_goodput.checkpoint.stage import Stager
 from ray_goodput.checkpoint.state import collect_state
 from ray_goodput.clock import SystemClock
 from ray_goodput.config import StoreSpec
-from ray_goodput.core.commit import CheckpointId
+from ray_goodput.core.commit import CheckpointId, LandedSlice
 from ray_goodput.storage import open_store
 from ray_goodput.storage.faults import FaultyStore
 from ray_goodput.storage.protocol import ObjectStore
@@ -35,8 +35,13 @@ class Coordinator:
     """The commit log alone."""
 
     def __init__(self, log: CommitLog) -> None:
-        self.landed = log.landed
-        self.journal_tail = lambda *page: None
+        self._log = log
+
+    def landed(self, landed: LandedSlice) -> None:
+        self._log.landed(landed)
+
+    def journal_tail(self, attempt: int, world_rank: int, page: Any) -> None:
+        return None
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -16,9 +16,10 @@ from ray_goodput.config import StoreSpec
 from ray_goodput.storage import open_store
 from servers import JuiceFSGateway
 
-# A server that has imported torch once and nothing else: a process for each crash point costs milliseconds, not seconds.
-# Only modules that are found without the tests' `sys.path`, which Python 3.11's server drops: it leaves out silently what
-# it cannot import, and each process then takes seconds to import torch, and `torch._dynamo` for its first optimizer.
+# A server that has imported torch once and nothing else: a process for each crash point costs milliseconds, not
+# seconds. Only modules that are found without the tests' `sys.path`, which Python 3.11's server drops: it leaves out
+# silently what it cannot import, and then each process takes seconds to import torch, and `torch._dynamo` for its
+# first optimizer.
 SERVER = mp.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch._dynamo", "ray_goodput.checkpoint.reader", "ray_goodput.actors.vault"])
 
