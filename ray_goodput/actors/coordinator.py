@@ -66,6 +66,7 @@ class RunCoordinator:
         self._skipped = 0
         self._gave_up: str | None = None
         self._prune = threading.Event()
+        self._flush = threading.Event()
         self._stop = threading.Event()
 
     def open(self) -> None:
@@ -157,6 +158,7 @@ class RunCoordinator:
             self._resumes.append(Resume(attempt=attempt, step=step, tier=tier))
             self._step = step
         self._ledger.resumed(attempt, step)
+        self._flush.set()
 
     def landed(self, landed: LandedSlice) -> None:
         """A vault has put a slice into storage; the last one of a checkpoint commits it."""
@@ -164,6 +166,7 @@ class RunCoordinator:
         if record is not None:
             self._ledger.commit(record.checkpoint.step, record.checkpoint.attempt)
             self._prune.set()
+            self._flush.set()
 
     def save_skipped(self, attempt: int) -> None:
         with self._lock:
@@ -225,7 +228,10 @@ class RunCoordinator:
                 logger.warning("Old checkpoints could not be removed now, tried again after the next commit: %s", error)
 
     def _ledger_loop(self) -> None:
-        while not self._stop.wait(self._ledger.flush_interval_s):
+        """Write the ledger now and then, and soon after what a new driver should know if this one dies."""
+        while not self._stop.is_set():
+            self._flush.wait(self._ledger.flush_interval_s)
+            self._flush.clear()
             self._ledger.flush()
             self._metrics.flush()
 

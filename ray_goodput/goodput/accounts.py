@@ -150,12 +150,17 @@ def _place(session: Session, session_end: float, target: int, heartbeat_s: float
 def _rank(sums: _Sums, span: AttemptSpan, rank: RankBook | None, heartbeat_s: float) -> None:
     duration = span.end - span.start
     stepped = span.book.last_done is not None
-    if rank is None or rank.started_at is None:
+    if rank is None or (rank.started_at is None and rank.next_record == 0 and rank.open_bucket is None):
         # Never heard of. If others took steps, so did this one, and its journal is what is missing.
         sums.s[Bucket.OTHER if stepped else Bucket.STARTUP] += duration
         sums.uncertain += duration if stepped else 0.0
         return
-    before = min(max(0.0, rank.started_at - span.start), duration)
+    if rank.started_at is None:
+        # Its hello was lost with a coordinator: the journal says how long it lived, and is taken to reach to the end.
+        before = max(0.0, duration - rank.life_ns / 1e9)
+        sums.uncertain += before
+    else:
+        before = min(max(0.0, rank.started_at - span.start), duration)
     for bucket, ns in enumerate(rank.ns):
         sums.s[bucket] += ns / 1e9
     if rank.open_bucket is not None:

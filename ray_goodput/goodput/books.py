@@ -161,6 +161,7 @@ class Session:
 
     started_at: float
     ended_at: float | None = None
+    silent: bool = False  # the driver died without a word: `ended_at` is when something was last heard of it
     attempts: list[AttemptBook] = field(default_factory=list)
 
 

@@ -70,6 +70,7 @@ class Ledger:
                 return
             # The driver before died without a word: its books end with what was last heard.
             self._sessions[-1].ended_at = max(self._sessions[-1].started_at, self._last_at or at)
+            self._sessions[-1].silent = True
         elif self._sessions and at == self._sessions[-1].started_at:
             return
         self._sessions.append(Session(at))
@@ -108,6 +109,7 @@ class Ledger:
         if book is None:
             return page.first_record  # kept by the sender, in case the attempt is told of later
         if book.take(page, at):
+            self._hear_late(book, world_rank)
             self._touched[attempt, world_rank] = None
         if at is not None:
             self._seen(at)
@@ -265,6 +267,7 @@ class Ledger:
                 self.run_ended(line["at"])
             case "rank":
                 self._attempts[line["attempt"]].ranks[line["world_rank"]] = RankBook.from_dict(line)
+                self._hear_late(self._attempts[line["attempt"]], line["world_rank"])
             case "steps":
                 steps = self._attempts[line["attempt"]].steps
                 for first, times in line["ns"]:
@@ -299,6 +302,18 @@ class Ledger:
             news.append({"event": "seen", "at": self._last_at})
         self._touched = {}
         return news
+
+    def _hear_late(self, book: AttemptBook, world_rank: int) -> None:
+        """A journal found after its driver died without a word shows that the driver lived at least as long."""
+        index = next(i for i, session in enumerate(self._sessions) if book in session.attempts)
+        session, rank = self._sessions[index], book.ranks[world_rank]
+        if not session.silent or session.ended_at is None:
+            return
+        began = book.started_at if rank.started_at is None else rank.started_at
+        lived_until = began + rank.life_ns / 1e9
+        if index + 1 < len(self._sessions):
+            lived_until = min(lived_until, self._sessions[index + 1].started_at)
+        session.ended_at = max(session.ended_at, lived_until)
 
     def _book(self, attempt: int, world_rank: int, what: str) -> AttemptBook | None:
         book = self._attempts.get(attempt)
