@@ -1,0 +1,62 @@
+"""What only shows once workers run: each ends the run with one clear sentence, without a retry, and loses nothing."""
+
+from collections.abc import Callable
+
+import pytest
+
+from running import Finished, Job
+
+pytestmark = pytest.mark.timeout(300)
+
+StartJob = Callable[..., Job]
+
+
+def failed(job: Job) -> Finished:
+    finished = job.wait()
+    assert finished.code != 0, finished.log[-3000:]
+    assert "\n" not in finished.outcome["message"]
+    return finished
+
+
+def test_a_step_before_restore_says_so(job: StartJob) -> None:
+    outcome = failed(job("no-restore", "--skip-restore")).outcome
+    assert outcome["error"] == "SessionError" and "run.restore" in outcome["message"]
+
+
+def test_the_checkpoint_of_another_model_names_the_keys_and_stays_good(job: StartJob) -> None:
+    first = job("two-models", "--epochs", "1").succeed()
+    other = failed(job("two-models", "--width", "24"))
+    assert other.outcome["error"] == "StructureMismatchError"
+    assert "model." in other.outcome["message"] and "24" in other.outcome["message"]
+    again = job("two-models", "--epochs", "1").succeed()
+    assert again.outcome["resumes"][0][1] == first.outcome["goodput"]["durable_step"]
+    assert again.outcome["weights"] == first.outcome["weights"]
+
+
+def test_a_crash_loop_ends_with_the_step_the_ranks_and_the_last_error(job: StartJob) -> None:
+    outcome = failed(job("crash-loop", "--fail-at", "7", "--max-failures", "1")).outcome
+    assert outcome["error"] == "CrashLoopError"
+    assert all(part in outcome["message"] for part in ("step 5", "exploded at step 7", "[0"))
+
+
+def test_a_job_submitted_to_a_cluster_ends_well_and_its_log_shows_the_goodput_table(
+    job: StartJob, cluster, tmp_path
+) -> None:
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    repository = Path(__file__).parents[2]
+    script = "python examples/train_gpt.py --storage {} --name submitted --max-steps 20 --every 10 --workers 2"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", cluster.dashboard_url),
+            *("--working-dir", str(repository), "--", *script.format(tmp_path / "gpt").split()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-6000:]
+    assert "goodput" in log and "rank-seconds" in log and "succeeded" in log
