@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -29,6 +31,7 @@ _PATIENCE = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "30",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # standard output is the user's
 }
 
 
@@ -77,7 +80,7 @@ class MlflowRun:
             run = found[0]
             client.update_run(run.info.run_id, status="RUNNING")
         else:
-            run = client.create_run(experiment, run_name=head.run_name, tags=tags)
+            run = client.create_run(experiment, run_name=head.run_name, tags={**_origin(), **tags})
         goodput_step = int(run.data.tags.get(STEP_TAG, "0") or 0)
         opened = cls(client, run.info.run_id, goodput_step=goodput_step)
         opened._describe(head.params, tags if found else {}, run.data.params)
@@ -147,6 +150,14 @@ def without_credentials(uri: str) -> str:
     if "@" not in parts.netloc:
         return uri
     return urlunsplit(parts._replace(netloc=parts.netloc.rsplit("@", 1)[1]))
+
+
+def _origin() -> dict[str, str]:
+    """Who began the run, and with what, in MLflow's own tags; they are what its lists show."""
+    tags = {"mlflow.source.name": Path(sys.argv[0]).name or "python", "mlflow.source.type": "LOCAL"}
+    with suppress(KeyError, OSError):  # a container's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    return tags
 
 
 def _experiment_id(client: Any, name: str) -> str:

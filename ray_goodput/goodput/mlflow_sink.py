@@ -160,6 +160,7 @@ class MlflowSink:
         if self._run is None:
             self._load_earlier()
             self._run = MlflowRun.open(self._uri, self._head)
+            logger.info("This run is %s of experiment %s in MLflow.", self._run.run_id, self._head.experiment)
         with self._changed:
             self._changed.wait_for(lambda: self._abandoned or self._end is not None or len(self._spool) > 0)
             if self._abandoned:
