@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ray_goodput.actors.commits import CommitLog
 from ray_goodput.actors.ledger_store import LedgerStore
 from ray_goodput.actors.metrics_store import MetricsStore
+from ray_goodput.actors.metrics_tail import MetricsNews, MetricsTail
 from ray_goodput.clock import Clock
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
 from ray_goodput.core.run_state import Resume, RunStatus, WorkerInfo
@@ -56,6 +57,7 @@ class RunCoordinator:
         self._commits = CommitLog(run=run, store=store, clock=clock, keep_last=keep_last, keep_every=keep_every)
         self._ledger = LedgerStore(store=store, clock=clock, target_world=target_world)
         self._metrics = MetricsStore(store=store, clock=clock)
+        self._tail = MetricsTail(life=clock.at_s())
         self._run_started_at = clock.at_s() if run_started_at is None else run_started_at
         self._lock = threading.Lock()
         self._attempt = 0
@@ -118,6 +120,7 @@ class RunCoordinator:
             while len(self._history) > _MAX_HISTORY:
                 self._history.pop(next(iter(self._history)))
         self._metrics.add(attempt, metrics)
+        self._tail.add(attempt, self._clock.at_s(), metrics)
         return self._ledger.add_page(page)
 
     def journal_tail(self, attempt: int, world_rank: int, page: JournalPage) -> None:
@@ -194,6 +197,14 @@ class RunCoordinator:
                 resumes=tuple(self._resumes),
                 saves_skipped=self._skipped,
             )
+
+    def goodput(self) -> GoodputReport:
+        """The accounts as of now."""
+        return self._ledger.report()
+
+    def metrics_since(self, life: float, upto: int) -> MetricsNews:
+        """Rank 0's metrics that arrived after those the caller has; see `MetricsTail.since`."""
+        return self._tail.since(life, upto)
 
     def gave_up(self) -> str | None:
         """Why no further attempt is made, None if the run was not given up."""
