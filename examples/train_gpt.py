@@ -137,7 +137,7 @@ def main() -> None:
     args["workers"] = (bounds[0], bounds[1]) if len(bounds) > 1 else bounds[0]
     args["every"] = int(args["every"]) if args["every"].isdigit() else args["every"]
     if not os.environ.get("RAY_ADDRESS"):
-        ray.init("local", num_cpus=max(bounds[-1], os.cpu_count() or 1), include_dashboard=False)
+        ray.init("local", num_cpus=max(bounds[-1], os.cpu_count() or 1))
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
         result = make_trainer(**args).fit()  # prints the goodput table at its end; result.goodput has the numbers
     goodput = result.goodput.to_dict() if result.goodput else None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ray_goodput.cli.saboteur import STEPS_AFTER_COMMIT, Saboteur
+from ray_goodput.config import StoreSpec
 from ray_goodput.core.run_state import WorkerInfo
 from ray_goodput.errors import ConfigError, RunError
 from ray_goodput.storage import open_store
@@ -158,7 +159,9 @@ def _train(config: DemoConfig, storage: str, name: str, cluster: DemoCluster | N
     from ray_goodput.cli import train_gpt
     from ray_goodput.train.observe import RunObserver
     from ray_goodput.train.sample_log import audit
+    from ray_goodput.train.storage_path import probe_storage
 
+    probe_storage(StoreSpec(uri=storage, options=config.storage_options))
     trainer = train_gpt.make_trainer(
         storage,
         name,
