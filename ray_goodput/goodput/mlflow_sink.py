@@ -30,6 +30,8 @@ from ray_goodput.storage.protocol import ObjectStore
 logger = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
+Artifacts = Callable[[], Mapping[str, bytes]]
+"""Gives the files to keep with the run; called in the sender's thread, once the status is sent."""
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
@@ -39,7 +41,7 @@ _LONGEST_PAUSE_S = 10.0
 class _End:
     status: Status
     at_ms: int
-    artifacts: Mapping[str, bytes]
+    artifacts: Artifacts
 
 
 class MlflowSink:
@@ -97,10 +99,10 @@ class MlflowSink:
             self._spool.add(points)
             self._changed.notify_all()
 
-    def close(self, status: Status, artifacts: Mapping[str, bytes] | None = None, *, timeout_s: float = 5.0) -> bool:
+    def close(self, status: Status, artifacts: Artifacts = dict, *, timeout_s: float = 5.0) -> bool:
         """Everything is in MLflow, with the status, or what is not lies in the run's storage. Returns the former."""
         with self._changed:
-            self._end = _End(status, int(self._at_s() * 1000), dict(artifacts or {}))
+            self._end = _End(status, int(self._at_s() * 1000), artifacts)
             self._changed.notify_all()
         sent = self._done.wait(timeout_s)
         with self._changed:
@@ -178,11 +180,11 @@ class MlflowSink:
         if end is None:
             return False
         self._run.finish(end.status, end.at_ms)
-        for name, data in end.artifacts.items():
-            try:
+        try:
+            for name, data in end.artifacts().items():
                 self._run.log_artifact(name, data)
-            except Exception as error:  # an artefact store of any kind is behind it, and may need other credentials
-                logger.warning("MLflow did not take the artefact %s: %s", name, error)
+        except Exception as error:  # an artefact store of any kind is behind it, and may need other credentials
+            logger.warning("The run's report and ledger are not in MLflow, its metrics and status are: %s", error)
         return True
 
     def _load_earlier(self) -> None:
@@ -231,7 +233,7 @@ class MlflowSink:
 
 
 def send_spools(
-    store: ObjectStore, artifacts: Mapping[str, bytes], *, tracking_uri: str | None = None
+    store: ObjectStore, artifacts: Artifacts = dict, *, tracking_uri: str | None = None
 ) -> list[dict[str, object]]:
     """What drivers of a run left in its storage is in MLflow afterwards; says for each spool what was sent.
 
@@ -251,7 +253,7 @@ def send_spools(
             spool.add(points)
             while batch := spool.take(MAX_METRICS_A_REQUEST - 2):
                 run.log(batch)
-            for name, data in artifacts.items() if key == keys[-1] else ():
+            for name, data in artifacts().items() if key == keys[-1] else ():
                 run.log_artifact(name, data)
             if head.status is not None and head.ended_at_ms is not None:
                 run.finish(head.status, head.ended_at_ms)

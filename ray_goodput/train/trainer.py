@@ -21,15 +21,17 @@ from ray_goodput.actors.coordinator import RunEnd
 from ray_goodput.actors.factories import start_coordinator
 from ray_goodput.actors.spec import RunSpec
 from ray_goodput.clock import SystemClock
-from ray_goodput.config import CheckpointConfig, FailureBudget, StoreSpec
+from ray_goodput.config import CheckpointConfig, FailureBudget, MlflowConfig, StoreSpec
 from ray_goodput.core.commit import CommitRecord
 from ray_goodput.core.run_state import Resume
 from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.errors import ConfigError, CrashLoopError
+from ray_goodput.goodput.mlflow_sink import Status
 from ray_goodput.goodput.report import GoodputReport, render_table
 from ray_goodput.storage import open_store
 from ray_goodput.train.callbacks import GoodputCallback
 from ray_goodput.train.datasets import prepare_dataset
+from ray_goodput.train.mlflow_feed import MlflowFeed
 from ray_goodput.train.policies import FreshElasticScalingPolicy, ProgressFailurePolicy
 from ray_goodput.train.ray_compat import TrainingFailedError, goodput_error_in
 from ray_goodput.train.session import run_in_session
@@ -64,6 +66,7 @@ class GoodputTrainer(TorchTrainer):
     failure: how many failures without progress end the run. Ignored, in favour of Ray's own policy, only if it is not
     given and
         `RunConfig(failure_config=FailureConfig(max_failures=...))` is.
+    mlflow: where the run shows up in MLflow, as one run whatever is restarted. A dead or slow server delays nothing.
     storage_options: for `storage_path`, in the spelling of s3fs (`key`, `secret`, `endpoint_url`, ...).
     reproducible: deterministic kernels, and no re-sorting of gradient buckets in DDP (use `run.prepare_model`), so
     that a
@@ -85,6 +88,7 @@ class GoodputTrainer(TorchTrainer):
         datasets: Mapping[str, Any] | None = None,
         checkpoint: CheckpointConfig | None = None,
         failure: FailureBudget | None = None,
+        mlflow: MlflowConfig | None = None,
         storage_options: Mapping[str, Any] | None = None,
         reproducible: bool = False,
         sample_log: bool = False,
@@ -96,6 +100,7 @@ class GoodputTrainer(TorchTrainer):
         scaling_config = scaling_config or ray.train.ScalingConfig()
         self._own_failure_policy = failure is not None or not _asks_for_rays_failure_policy(run_config)
         self._failure = failure or FailureBudget()
+        self._mlflow = mlflow
         run_config, run_store = resolve_storage(run_config or ray.train.RunConfig(), storage_options)
         ours = {name: d for name, d in (datasets or {}).items() if isinstance(d, ShardedDataset)}
         self._max_workers = _max_workers(scaling_config)
@@ -137,8 +142,14 @@ class GoodputTrainer(TorchTrainer):
         if newest is not None:
             logger.info("Run %s goes on from the commit of step %d.", self._spec.run.run, newest.checkpoint.step)
         end: RunEnd | None = None
+        status: Status = "FAILED"
+        feed = self._start_mlflow(coordinator)
         try:
             result = super().fit()
+            status = "FINISHED"
+        except (KeyboardInterrupt, SystemExit):  # Ray turns SIGTERM into the latter
+            status = "KILLED"
+            raise
         except TrainingFailedError as error:
             ours = goodput_error_in(error)
             if ours is not None:
@@ -149,6 +160,8 @@ class GoodputTrainer(TorchTrainer):
             raise
         finally:
             end = _close_books(coordinator)
+            if feed is not None:
+                feed.close(status, end)
             ray.kill(coordinator)
         rays = {f.name: getattr(result, f.name) for f in dataclasses.fields(ray.train.Result)}
         if end is None:
@@ -168,6 +181,13 @@ class GoodputTrainer(TorchTrainer):
         for name, dataset in self._spec.datasets.items():
             prepare_dataset(store, name, dataset, newest.cursors if newest is not None else None)
         return newest
+
+    def _start_mlflow(self, coordinator: Any) -> MlflowFeed | None:
+        if self._mlflow is None:
+            return None
+        feed = MlflowFeed(self._mlflow, self._spec, coordinator, self.train_loop_config)
+        feed.start()
+        return feed
 
     def _initialize_and_run_controller(self, **kwargs: Any) -> ray.train.Result:
         key = self._spec.run.key

@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--reproducible", action="store_true")
     parser.add_argument("--max-failures", type=int, default=3)
     parser.add_argument("--storage-options", type=json.loads, default=None)
+    parser.add_argument("--mlflow", default=None, help="tracking URI")
     args = parser.parse_args()
 
     import ray.train
@@ -138,6 +139,7 @@ def main() -> None:
         },
         checkpoint=rg.CheckpointConfig(every=args.every, when_full="wait"),
         failure=rg.FailureBudget(max_failures_without_progress=args.max_failures),
+        mlflow=rg.MlflowConfig(tracking_uri=args.mlflow, experiment="small jobs") if args.mlflow else None,
         storage_options=args.storage_options,
         reproducible=args.reproducible,
         sample_log=True,

@@ -77,7 +77,7 @@ def test_drivers_and_attempts_share_one_run_whose_goodput_never_steps_back(serve
         sink.add([training_points(driver + 1, first + i, 100.0 * driver + i, {"loss": 1.0}) for i in range(15)])
         sink.add([goodput(first + 14 - 3 * driver, 0.5 + driver / 10, driver + 1, 2 * driver + 1)])
         sink.add([goodput(first, 0.6 + driver / 10, driver + 1, 2 * driver + 2)])  # a rollback
-        assert sink.close(status, {"report.json": b'{"driver": %d}' % driver}, timeout_s=30)  # type: ignore[arg-type]
+        assert sink.close(status, lambda: {"report.json": b"{}"}, timeout_s=30)  # type: ignore[arg-type]
         run = the_run(client, "three")
         assert run.info.status == status and run.info.end_time is not None
     steps = [step for step, _ in history(client, run.info.run_id, "goodput/overall")]
@@ -123,7 +123,7 @@ def test_a_driver_that_ends_while_the_server_is_away_leaves_it_all_to_the_next(
     try:
         sink.add([training_points(1, step, float(step), {"loss": float(step)}) for step in range(2, 50)])
         began = time.monotonic()
-        assert not sink.close("FAILED", {"report.json": b"{}"}, timeout_s=1.5)
+        assert not sink.close("FAILED", timeout_s=1.5)
         assert time.monotonic() - began < 4
     finally:
         (server.start if how == "dead" else server.resume)()
@@ -144,8 +144,8 @@ def test_a_spool_left_behind_can_be_sent_by_hand(server: MlflowServer, client: A
     sink.add([training_points(1, 3, 3.0, {"loss": 0.3}), goodput(3, 0.9)])
     assert not sink.close("KILLED", timeout_s=0.5)
     with pytest.raises(Exception, match=r"127\.0\.0\.1"):
-        send_spools(store, {})
-    sent = send_spools(store, {"report.json": b"{}"}, tracking_uri=server.uri)
+        send_spools(store)
+    sent = send_spools(store, lambda: {"report.json": b"{}"}, tracking_uri=server.uri)
     run = the_run(client, "hand")
     assert json.loads(json.dumps(sent))[0] | {"spool": ""} == {
         "spool": "",
@@ -155,7 +155,7 @@ def test_a_spool_left_behind_can_be_sent_by_hand(server: MlflowServer, client: A
     }
     assert run.info.status == "KILLED" and run.info.run_name == "by hand" and run.data.params == {"lr": "1"}
     assert run.data.metrics["goodput/overall"] == 0.9
-    assert send_spools(store, {}, tracking_uri=server.uri) == []
+    assert send_spools(store, tracking_uri=server.uri) == []
 
 
 def test_points_that_the_server_refuses_do_not_hold_up_the_rest(server: MlflowServer, client: Any) -> None:
