@@ -17,6 +17,7 @@ import typer
 
 from ray_goodput.cli.options import AsJson, StorageOptions, parse_options
 from ray_goodput.cli.plan import plan
+from ray_goodput.cli.report import report
 from ray_goodput.errors import GoodputError
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app = typer.Typer(
 checkpoints = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True)
 app.add_typer(checkpoints, name="checkpoints")
 app.command("plan")(plan)
+app.command("report")(report)
 
 
 class Kill(StrEnum):

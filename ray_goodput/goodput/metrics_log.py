@@ -54,6 +54,11 @@ class MetricsLog:
     def points(self) -> tuple[MetricsPoint, ...]:
         return tuple(self._points)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The metrics it has curves of, in the order they came."""
+        return tuple(self._names)
+
     def add(self, step: int, values: Mapping[str, float], at_s: float) -> None:
         """Metrics of a step; a step that was told already, or is older than the newest one, is left out."""
         for name in values:
@@ -110,7 +115,7 @@ class MetricsLog:
 
 def main_metric(logs: Iterable[MetricsLog]) -> str | None:
     """The metric to show: "loss", else the first with "loss" in its name, else the first."""
-    names = list(dict.fromkeys(name for log in logs for name in log._names))
+    names = list(dict.fromkeys(name for log in logs for name in log.names))
     return next((n for n in names if n == "loss"), next((n for n in names if "loss" in n), names[0] if names else None))
 
 

@@ -6,10 +6,11 @@ What the journals do not cover (before and after them, between attempts, ranks t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.goodput.accounts import AttemptSpan, attempt_spans
@@ -40,6 +41,14 @@ class RankTimeline:
     spans: tuple[Span, ...]
     steps: tuple[tuple[float, int], ...] = ()
 
+    def when(self, steps: Sequence[int], began: int) -> list[float] | None:
+        """When the rank had done each of `steps`, having gone on after step `began`; None if that is not known."""
+        if not self.steps:
+            return None
+        times, counts = zip(*self.steps, strict=True)
+        reached = began + np.cumsum(counts)
+        return np.interp(steps, [began, *reached.tolist()], [times[0], *times]).tolist()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTimeline:
@@ -55,6 +64,38 @@ class RunTimeline:
     def counted_s(self, at: float) -> float:
         """Seconds of the run's own time up to `at`: time without a driver is left out."""
         return sum(max(0.0, min(at, end) - start) for start, end in self.sessions)
+
+    def columns(self, world_rank: int, num: int) -> npt.NDArray[np.float64]:
+        """The rank's life as `num` equal parts of the run's time: seconds by bucket, shape (num, 14)."""
+        spans = [span for rank in self.ranks if rank.world_rank == world_rank for span in rank.spans]
+        edges = np.linspace(0.0, self.wall_s, num + 1)
+        out = np.zeros((num, NUM_BUCKETS))
+        if not spans:
+            return out
+        starts = np.array([self.counted_s(span.start_s) for span in spans])
+        ends = np.array([self.counted_s(span.end_s) for span in spans])
+        shares = np.array([span.shares for span in spans])
+        # Seconds of a bucket up to a moment, at every corner; between two corners it grows evenly.
+        at = np.stack([starts, ends], axis=1).ravel()
+        grown = np.cumsum(shares * (ends - starts)[:, None], axis=0)
+        before = np.concatenate([np.zeros((1, NUM_BUCKETS)), grown[:-1]])
+        sums = np.stack([before, grown], axis=1).reshape(-1, NUM_BUCKETS)
+        for bucket in np.flatnonzero(grown[-1]).tolist():
+            out[:, bucket] = np.diff(np.interp(edges, at, sums[:, bucket]))
+        return out
+
+    def throughput(self, num: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Steps a second of rank 0 in at most `num` equal parts of the run: (middle of each in counted s, steps / s).
+
+        Fewer parts when there are few steps, so that each has some; steps done twice count twice. Empty when unknown.
+        """
+        done = [(self.counted_s(at), n) for rank in self.ranks if rank.world_rank == 0 for at, n in rank.steps]
+        total = sum(n for _, n in done)
+        if not done or self.wall_s <= 0:
+            return np.zeros(0), np.zeros(0)
+        num = max(1, min(num, total // 4))
+        sums, edges = np.histogram([at for at, _ in done], num, (0.0, self.wall_s), weights=[n for _, n in done])
+        return (edges[:-1] + edges[1:]) / 2, sums / (self.wall_s / num)
 
 
 def place_timelines(ledger: Ledger) -> RunTimeline:

@@ -1,0 +1,150 @@
+"""A run's report for a terminal (rich, also live) and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ray_goodput.cli import report_tables as words
+from ray_goodput.cli.report_tables import COLOUR, MEANING, TextTable
+from ray_goodput.core.buckets import Bucket
+from ray_goodput.errors import StorageError
+from ray_goodput.goodput.report import loss_curve
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from ray_goodput.goodput.run_view import RunView
+
+MAX_ROWS = 16
+"""Ranks whose timeline a terminal shows."""
+
+
+def render(view: RunView, width: int = 100) -> RenderableType:
+    """Everything, for a console of `width` columns."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = [
+        Text(words.headline(view), style="bold"),
+        Text(f"{view.name}: {words.scale(view)}; {words.state(view)}", style="dim"),
+        Text(""),
+        *_timeline(view, width),
+        *(part for table in words.tables(view) for part in _table(table)),
+    ]
+    if curve := _loss(view, width):
+        parts += [Text(curve), Text("")]
+    parts.append(Text.assemble(("next: ", "bold"), words.next_step(view)))
+    return Group(*parts)
+
+
+def markdown(view: RunView) -> str:
+    """Everything but the pictures, as GitHub's Markdown."""
+    lines = [
+        f"# {_cell(view.name)}",
+        "",
+        f"**{words.headline(view)}**",
+        "",
+        f"{words.scale(view)}; {words.state(view)}.",
+    ]
+    if view.cost is not None:
+        lines += ["", f"Cost (estimate): {words.money(view.cost.total)}, wasted {words.money(view.cost.wasted)}."]
+    lines += ["", f"**Next:** {words.next_step(view)}"]
+    for table in words.tables(view):
+        lines += ["", f"## {table.title}", ""]
+        if not table.rows:
+            lines.append(table.empty)
+            continue
+        lines.append(_row(table.header))
+        lines.append(_row(["---:" if i in table.right else "---" for i in range(len(table.header))]))
+        lines += [_row(row) for row in table.rows]
+    return "\n".join(lines)
+
+
+def watch(
+    read: Callable[[], RunView], console: Console, wait: Callable[[float], None], interval_s: float = 5.0
+) -> RunView:
+    """Show the run until its driver ends it, reading every `interval_s`; returns the last view.
+
+    A storage that does not answer is said below the last view and asked again.
+
+    Raises:
+        StorageError: already the first read failed.
+    """
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    view = read()
+    with Live(render(view, console.width), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while not view.report.finished:
+            wait(interval_s)
+            trouble = ""
+            try:
+                view = read()
+            except StorageError as error:
+                trouble = f"\nnot read again: {' '.join(str(error).split())}"
+            live.update(Group(render(view, console.width), Text(trouble, style="yellow")), refresh=True)
+    return view
+
+
+def _timeline(view: RunView, width: int) -> list[RenderableType]:
+    from rich.text import Text
+
+    ranks = view.report.target_world
+    if not ranks or view.timeline.wall_s <= 0:
+        return []
+    shown = range(ranks) if ranks <= MAX_ROWS else range(0, ranks, -(-ranks // MAX_ROWS))
+    num = max(10, min(100, width - 8))
+    lines: list[RenderableType] = []
+    seen: dict[Bucket, None] = {}
+    for rank in shown:
+        line = Text(f"{rank:>5}  ")
+        for column in view.timeline.columns(rank, num):
+            bucket = Bucket(int(np.argmax(column))) if column.any() else None
+            line.append(" " if bucket is None else "█", style="" if bucket is None else COLOUR[bucket])
+            if bucket is not None:
+                seen[bucket] = None
+        lines.append(line)
+    legend = Text(" rank  ")
+    for bucket in sorted(seen):
+        legend.append("█ ", style=COLOUR[bucket])
+        legend.append(f"{bucket.label}  ", style="dim")
+    return [*lines, legend, Text("")]
+
+
+def _table(table: TextTable) -> list[RenderableType]:
+    from rich.table import Table
+    from rich.text import Text
+
+    if not table.rows:
+        return [Text.assemble((f"{table.title}: ", "bold"), table.empty), Text("")]
+    grid = Table(box=None, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
+    names = {bucket.label: bucket for bucket in MEANING}
+    for i, name in enumerate(table.header):
+        grid.add_column(name, justify="right" if i in table.right else "left", overflow="fold", header_style="dim")
+    for row in table.rows:
+        first = Text(row[0], style=COLOUR[names[row[0]]] if row[0] in names else "")
+        grid.add_row(first, *(Text(cell) for cell in row[1:]))  # as Text: a reason may hold square brackets
+    return [grid, Text("")]
+
+
+def _loss(view: RunView, width: int) -> str:
+    from ray_goodput.goodput.metrics_log import main_metric
+
+    name = main_metric(view.metrics)
+    if name is None:
+        return ""
+    # Steps that were done again later are shown as they were the last time.
+    points = {p.step: p.values[name] for log in view.metrics for p in log.points if name in p.values}
+    return f"{name}\n{loss_curve(sorted(points.items()), width=max(10, min(80, width - 2)))}" if points else ""
+
+
+def _row(cells: tuple[str, ...] | list[str]) -> str:
+    return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")

@@ -1,0 +1,89 @@
+"""Reads what a run has left in storage about its time: the ledger's segments and the curves of its metrics.
+
+Works on a run that still goes on (its segments are immutable, a reader comes back for the new ones) and on a folder
+that was copied from storage.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ray_goodput.errors import ObjectNotFoundError, StorageError
+from ray_goodput.goodput.metrics_log import FOLDER as METRICS_FOLDER
+from ray_goodput.goodput.metrics_log import MetricsLog
+from ray_goodput.storage.protocol import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+LEDGER_FOLDER = "ledger"
+_SEGMENT = re.compile(r"(?:.*/)?ledger-\d{8}\.jsonl")
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """Lines of all segments, oldest first, and one curve an attempt. uri: of the run, without credentials."""
+
+    uri: str
+    lines: Sequence[bytes]
+    metrics: tuple[MetricsLog, ...]
+
+
+class RunReader:
+    """Reads one run, again and again if wished: a segment is fetched once. Not thread-safe."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._segments: dict[str, list[bytes]] = {}
+
+    def read(self) -> RunFiles:
+        """Everything there is now.
+
+        Raises:
+            ObjectNotFoundError: there is no ledger.
+            StorageError: a segment is cut off, or the storage cannot be read.
+        """
+        keys = self._list()
+        new = [key for key in keys if key not in self._segments]
+        if new:
+            with ThreadPoolExecutor(min(_AT_ONCE, len(new))) as pool:
+                for key, data in zip(new, pool.map(self._store.get, new), strict=True):
+                    self._segments[key] = _lines(key, data)
+        lines = [line for key in keys for line in self._segments[key]]
+        return RunFiles(self._store.uri, lines, tuple(self._metrics()))
+
+    def _list(self) -> list[str]:
+        for folder in (LEDGER_FOLDER, ""):  # the run's folder, or a copy of its ledger alone
+            keys = [info.key for info in self._store.list(folder) if _SEGMENT.fullmatch(info.key)]
+            if folder == "":
+                keys = [key for key in keys if "/" not in key]
+            if keys:
+                return sorted(keys)
+        raise ObjectNotFoundError(
+            f"There is no ledger at {self._store.uri}: give the folder of a run, STORAGE_PATH/RUN, which has a folder "
+            "named ledger from its first attempt on."
+        )
+
+    def _metrics(self) -> list[MetricsLog]:
+        logs: list[MetricsLog] = []
+        for info in self._store.list(METRICS_FOLDER):
+            if not info.key.endswith(".jsonl"):
+                continue
+            try:
+                logs.append(MetricsLog.from_bytes(self._store.get(info.key)))
+            except StorageError as error:  # the accounts do not need them
+                logger.warning("%s is left out: %s", info.key, error)
+        return sorted(logs, key=lambda log: log.attempt)
+
+
+def _lines(key: str, data: bytes) -> list[bytes]:
+    if not data.endswith(b"\n"):
+        raise StorageError(
+            f"{key} is cut off: it has {len(data)} bytes and its last line no end. If this is a copy of the run's "
+            "folder, copy that object again; the run itself writes segments whole or not at all."
+        )
+    return data.splitlines()
