@@ -1,0 +1,64 @@
+"""The table and the JSON file that every benchmark leaves: what was measured, and each budget met or missed."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """`value` should not be above `limit`; both in the same unit."""
+
+    name: str
+    limit: float
+    value: float
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.limit
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, minimum, maximum and number of the values."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+
+
+def parser(topic: str) -> argparse.ArgumentParser:
+    """Arguments every benchmark takes."""
+    result = argparse.ArgumentParser(prog=f"bench_{topic}")
+    result.add_argument("--json", action="store_true", help="print the JSON object and nothing else")
+    return result
+
+
+def report(
+    topic: str, arms: Mapping[str, Mapping[str, dict[str, float]]], budgets: Sequence[Budget], *, as_json: bool
+) -> None:
+    """Print the figures side by side and write `results/TOPIC.json`."""
+    body: dict[str, Any] = {
+        "topic": topic,
+        "machine": {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count()},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "arms": arms,
+        "budgets": [{"name": b.name, "limit": b.limit, "value": b.value, "met": b.met} for b in budgets],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{topic}.json").write_text(json.dumps(body, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(body))
+        return
+    for arm, metrics in arms.items():
+        for metric, s in metrics.items():
+            print(f"{arm:<28} {metric:<24} {s['median']:>12.6g}   ({s['min']:.6g} to {s['max']:.6g}, n={s['n']})")
+    for b in budgets:
+        print(f"{'met ' if b.met else 'MISSED'} {b.name}: {b.value:.6g} (limit {b.limit:.6g})")
