@@ -27,7 +27,7 @@ from ray_goodput.checkpoint.slots import (
 )
 from ray_goodput.checkpoint.state import StateTree
 from ray_goodput.core.commit import METADATA_NAME, CheckpointId, Extent, StagedSlice, rank_state_name
-from ray_goodput.errors import CheckpointError
+from ray_goodput.errors import CheckpointError, StagingFullError
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,32 @@ class PendingStage:
         self._keep = keep  # the sources must not be freed while they are being read
         self._finished = False
 
+    @property
+    def on_device(self) -> bool:
+        """Whether copies may still run."""
+        return bool(self._events) and not self._finished
+
+    def abandon(self) -> None:
+        """The save is given up: the slot is free again, finished or not. Not after the slice was handed over."""
+        if self._finished:
+            self._stager.release(self._staged.slot_path)
+            return
+        self._finished = True
+        try:
+            for event in self._events:
+                event.synchronize()
+        finally:
+            self._stager.forget(self)
+            self._keep = []
+            self._stager.mark(self._staged.slot_path, SlotEvent.ABORT)
+
     def finish(self) -> StagedSlice:
         """The copies are done, the slot is STAGED and its sidecar written; the vault may be told. Idempotent.
 
         Call it before the next `optimizer.step()`: until then the live tensors must keep their values.
+
+        Raises:
+            StagingFullError: no room for the sidecar; the slot is free again.
         """
         if not self._finished:
             self._finished = True
@@ -55,6 +77,12 @@ class PendingStage:
                 for event in self._events:
                     event.synchronize()
                 write_sidecar(self._staged)
+            except OSError as error:
+                self._stager.mark(self._staged.slot_path, SlotEvent.ABORT)
+                raise StagingFullError(
+                    f"The save of step {self._staged.checkpoint.step} cannot be noted beside its slot "
+                    f"{self._staged.slot_path} ({error.strerror}): it is skipped; training goes on."
+                ) from error
             except BaseException:  # whatever it was, the slot must not be lost; nothing describes its content
                 self._stager.mark(self._staged.slot_path, SlotEvent.ABORT)
                 raise
@@ -140,7 +168,8 @@ class Stager:
             sidecar_path(slot.path).unlink(missing_ok=True)
             slot.open(self._plan.layout, self._tail_bytes)
             with torch.no_grad():
-                events, keep = _copy(slot.views, self._plan.sources(tree))
+                ordered = [name in tree.rank0 for name in self._plan.names]
+                events, keep = _copy(slot.views, self._plan.sources(tree), ordered)
             extents, metadata = self._write_tail(slot, tree, rank_state)
         except BaseException:  # whatever it was, the slot must not be lost; nothing describes its content
             self.mark(slot.path, SlotEvent.ABORT)
@@ -224,23 +253,28 @@ class Stager:
         return tuple(extents), metadata
 
 
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
-    """Start all copies; returns the events to wait for and what must stay alive until then (none of both on a CPU)."""
-    by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor], ordered: list[bool]) -> tuple[list[Any], list[Any]]:
+    """Start all copies; returns the events to wait for and what must stay alive until then (none of both on a CPU).
+
+    ordered: sources that change before the next optimizer step (buffers, in the forward pass): their copies are put in
+        the device's own order of work, the others run beside it.
+    """
+    by_device: dict[torch.device, list[int]] = {}
+    for number, source in enumerate(sources):
         if source.numel():
-            pair = by_device.setdefault(source.device, ([], []))
-            pair[0].append(target)
-            pair[1].append(source)
+            by_device.setdefault(source.device, []).append(number)
     events: list[Any] = []
-    for device, (to, of) in by_device.items():
+    for device, numbers in by_device.items():
         if device.type != "cuda":
+            to, of = [targets[n] for n in numbers], [sources[n] for n in numbers]
             torch._foreach_copy_(to, of)  # pyright: ignore[reportPrivateImportUsage]
             continue
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))  # the last optimizer step first
-        with torch.cuda.stream(stream):
-            for target, source in zip(to, of, strict=True):
-                target.copy_(source, non_blocking=True)
-            events.append(stream.record_event())
+        current, beside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        beside.wait_stream(current)  # the last optimizer step first
+        for stream, own in ((current, True), (beside, False)):
+            with torch.cuda.stream(stream):
+                for number in numbers:
+                    if ordered[number] is own:
+                        targets[number].copy_(sources[number], non_blocking=True)
+                events.append(stream.record_event())
     return events, [sources] if events else []

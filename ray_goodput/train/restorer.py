@@ -57,10 +57,12 @@ def restore_newest(
         record = world.broadcast(worker.coordinator.resume_point(worker.attempt) if world.world_rank == 0 else None)
         if record is None:
             break
-        report, problem = _load(
+        report, problem, raised = _load(
             spec, worker, record, model=model, optimizer=optimizer, stateful=stateful, strict=strict
         )
         problems = [p for p in world.gather(problem) if p is not None]
+        if raised is not None:
+            raise raised
         for other in problems:
             if not isinstance(other, CorruptCheckpointError | ObjectNotFoundError):
                 raise other
@@ -83,15 +85,20 @@ def restore_newest(
 
 def _load(
     spec: TrainSpec, worker: WorkerContext, record: CommitRecord, **state: Any
-) -> tuple[LoadReport | None, GoodputError | None]:
-    """This rank's attempt to load `record`: a report, or what was wrong."""
+) -> tuple[LoadReport | None, Exception | None, Exception | None]:
+    """This rank's attempt to load `record`: a report, or what was wrong as other ranks may hear it, and the exception
+    itself if it is none of ours."""
     folder = record.checkpoint.folder
     local = local_checkpoints_dir(worker.local_dir, spec.run.key) / folder
     storage = StoreSource(record, worker.store, f"{CHECKPOINTS}/{folder}", local)
     try:
-        return load_checkpoint(LocalFirstSource(record, [local], storage), **state), None
+        return load_checkpoint(LocalFirstSource(record, [local], storage), **state), None, None
     except GoodputError as error:
-        return None, error
+        return None, error, None
+    except Exception as error:  # a user's load_state_dict may raise anything, which need not survive pickling
+        # No GoodputError: those are never retried, and this may be a device without memory for a moment.
+        told = RuntimeError(f"Rank {worker.world.world_rank} could not load {folder}: {type(error).__name__}: {error}")
+        return None, told, error
 
 
 def _resume(worker: WorkerContext, record: CommitRecord, report: LoadReport) -> Restored:

@@ -16,13 +16,14 @@ from ray.exceptions import RayError, RayTaskError
 
 from ray_goodput.actors.names import attempt_dir, slots_dirs
 from ray_goodput.actors.spec import RunSpec
-from ray_goodput.checkpoint.plan import Planner, SavePlan
+from ray_goodput.checkpoint.deferred import DeferredCopies
+from ray_goodput.checkpoint.plan import SavePlan
+from ray_goodput.checkpoint.rank_stager import RankStager
 from ray_goodput.checkpoint.rng import capture_rng
-from ray_goodput.checkpoint.stage import Stager
 from ray_goodput.checkpoint.state import collect_state
 from ray_goodput.core.cadence import CadenceState, SaveCadence
 from ray_goodput.core.commit import CheckpointId, StagedSlice
-from ray_goodput.errors import FencedError, StagingFullError
+from ray_goodput.errors import FencedError
 from ray_goodput.storage.disk import free_bytes
 from ray_goodput.train.worker import WorkerContext
 
@@ -51,10 +52,8 @@ class Saver:
         self._worker = worker
         self._world = worker.world
         self._clock = worker.clock
-        self._planner = Planner(
-            world_rank=self._world.world_rank, world_size=self._world.world_size, gather=self._world.gather
-        )
-        self._stager: Stager | None = None
+        self._stager = RankStager(self._world, self._choose_slots, num_slots=_NUM_SLOTS)
+        self._copies = DeferredCopies(self._hand_over)
         self._in_flight: list[_InFlight] = []
         self._cadence = SaveCadence.parse(spec.checkpoint.every, world=self._world.world_size)
         self._stop_requested = threading.Event()
@@ -110,38 +109,57 @@ class Saver:
         cursors: Mapping[str, Mapping[str, Any]],
         must: bool,
     ) -> bool:
-        """Stage the state after `step` and hand it to the vault; False if it was skipped. Collective.
+        """Stage the state after `step`, for the vault; False if it was skipped. Collective.
+
+        On a CPU the vault has it when this returns, on a device once `settle` or the next optimizer step was called.
 
         must: wait for a slot, whatever the configuration says.
 
         Raises:
+            CheckpointError: the state cannot be saved; on all ranks.
             FencedError: this attempt has been replaced.
         """
         started = self._clock.mono_s()
+        self.settle()
         self._collect_finished()
         tree = collect_state(model=model, optimizer=optimizer, stateful=stateful)
-        plan = self._planner.plan_for(tree)
-        ready = self._prepare_slots(plan, wait=must or self._spec.checkpoint.when_full == "wait")
-        if not self._world.all_true(ready):
-            self._note_skipped(step)
-            return False
-        assert self._stager is not None
-        staged = self._stager.stage(
+        self._stager.plan_for(tree)
+        if must or self._spec.checkpoint.when_full == "wait":
+            while self._stager.num_free == 0 and self._in_flight:
+                self._wait_for_one()
+        pending = self._stager.begin(
             tree,
             CheckpointId(step, self._worker.attempt),
             rank_state=capture_rng(),
             cursors=cursors,
             extra={"rng_seed": torch.initial_seed()},
         )
-        assert staged is not None  # a slot was free and only this thread takes one
-        self._in_flight.append(_InFlight(staged, self._worker.vault.persist.remote(staged), self._clock.mono_s()))
+        if pending is None:
+            self._note_skipped(step)
+            return False
+        self._copies.take(pending, optimizer)
         self.last_step = step
         self._last_save_mono_s = self._clock.mono_s()
         self._stall_s = self._last_save_mono_s - started
         return True
 
+    def prepare(self, *, model: Any, optimizer: Any, stateful: Mapping[str, Any]) -> None:
+        """The staging slots are being made in the background, so that the first save costs what later ones do.
+
+        Collective. Call it once the optimizer has its state: after the first step, or after a restore.
+        """
+        self._stager.prepare(collect_state(model=model, optimizer=optimizer, stateful=stateful))
+
+    def settle(self) -> None:
+        """Copies of the last save that still ran on a device are done, and the vault has the slice."""
+        self._copies.settle()
+
+    def _hand_over(self, staged: StagedSlice) -> None:
+        self._in_flight.append(_InFlight(staged, self._worker.vault.persist.remote(staged), self._clock.mono_s()))
+
     def finish(self) -> None:
         """Every save of this rank has reached storage, and the newest one is committed. Collective."""
+        self._copies.close()
         while self._in_flight:
             self._wait_for_one()
         if self.last_step > 0 and not self._committed() and self._world.world_rank == 0:
@@ -149,8 +167,7 @@ class Saver:
                 "The save of step %d is in storage but was not committed: the run's newest checkpoint is older.",
                 self.last_step,
             )
-        if self._stager is not None:
-            self._stager.close()
+        self._stager.close()
 
     def _committed(self) -> bool:
         """Whether the newest save gets committed, reminding a coordinator that died with its notes. Collective."""
@@ -163,22 +180,6 @@ class Saver:
                 return True
             ray.wait([self._worker.vault.land_again.remote(self.last_step)], timeout=_COMMIT_WAIT_S)
         return False
-
-    def _prepare_slots(self, plan: SavePlan, *, wait: bool) -> bool:
-        """Whether a slot of the right size is free; with `wait`, after waiting for the vault."""
-        try:
-            if self._stager is None:
-                self._stager = Stager(plan, self._choose_slots(plan), num_slots=_NUM_SLOTS)
-                self._stager.open()
-            elif self._stager.plan is not plan:
-                self._stager.use(plan)
-                self._stager.open()
-        except StagingFullError as error:
-            logger.error("%s", error)
-            return False
-        while wait and self._stager.num_free == 0 and self._in_flight:
-            self._wait_for_one()
-        return self._stager.num_free > 0
 
     def _choose_slots(self, plan: SavePlan) -> Path:
         """The first of the possible folders with room for this node's slots, else the last one."""
@@ -205,7 +206,6 @@ class Saver:
         ready, _ = ray.wait([f.ref for f in self._in_flight], num_returns=len(self._in_flight), timeout=0)
         for flight in [f for f in self._in_flight if f.ref in ready]:
             self._in_flight.remove(flight)
-            assert self._stager is not None
             self._stager.release(flight.staged.slot_path)
             step = flight.staged.checkpoint.step
             try:
@@ -222,7 +222,8 @@ class Saver:
         self.skipped += 1
         if self._world.world_rank == 0:
             logger.warning(
-                "The save at step %d was skipped: earlier ones still hold the staging slots (%d skipped so far).",
+                "The save at step %d was skipped: a rank had no free staging slot (%d skipped so far). Earlier saves "
+                "hold the slots while they are uploaded, or there is no room for them.",
                 step,
                 self.skipped,
             )

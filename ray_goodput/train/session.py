@@ -81,6 +81,7 @@ class Session:
         self._restored: Restored | None = None
         self._step = 0
         self._stop = False
+        self._prepared = False
         self._cursors: dict[str, DataCursor] = {}
         self._pending: dict[str, list[Batch]] = {}
         self._feeds: list[DataFeed] = []
@@ -177,6 +178,8 @@ class Session:
         self._step = self._restored.step
         self._cursors = dict(self._restored.cursors)
         self._saver.begin(self._step)
+        if self._step > 0:  # the optimizer has its state
+            self._prepare_saves()
         self._recorder.resumed(self._step)
         if self._samples is not None:
             self._samples.begin(self._step)
@@ -264,6 +267,7 @@ class Session:
             FencedError: this attempt has been replaced.
         """
         self._need_restore("step")
+        self._saver.settle()
         agreed = self._control.read()
         self._step += 1
         for name, batches in self._pending.items():
@@ -277,6 +281,9 @@ class Session:
         if metrics and self.world_rank == 0:
             self._metrics.note(self._step, metrics)
         self._stop = self._stop or agreed.stop
+        if not self._prepared:
+            with self._recorder.span(Bucket.CKPT_BLOCK):
+                self._prepare_saves()
         if agreed.save:
             self._save(must=False)
         self._control.post(Decisions(save=self._saver.due(self._step + 1), stop=self._saver.stop_requested))
@@ -317,6 +324,10 @@ class Session:
                 f"There is no dataset {name!r}; GoodputTrainer(datasets=) has {sorted(self._spec.datasets) or 'none'}."
             )
         return dataset
+
+    def _prepare_saves(self) -> None:
+        self._prepared = True
+        self._saver.prepare(model=self._model, optimizer=self._optimizer, stateful=self._stateful)
 
     def _save(self, *, must: bool) -> None:
         with self._recorder.span(Bucket.CKPT_BLOCK):

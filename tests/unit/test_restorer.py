@@ -1,0 +1,133 @@
+"""All ranks restore the same checkpoint or all leave with an error: nobody waits for one that is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from committing import commit, put_slice
+from ray_goodput.checkpoint.plan import Planner
+from ray_goodput.checkpoint.rng import capture_rng
+from ray_goodput.checkpoint.stage import Stager
+from ray_goodput.checkpoint.state import collect_state
+from ray_goodput.core.commit import CheckpointId, CommitRecord
+from ray_goodput.errors import CorruptCheckpointError
+from ray_goodput.storage.local import LocalStore
+from ray_goodput.train.restorer import restore_newest
+from thread_ranks import ThreadRanks, in_ranks
+
+WORLD = 2
+
+
+class OddError(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+
+class Counter:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.value = 0
+        self._error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._error is not None:
+            raise self._error
+        self.value = state["value"]
+
+
+class Coordinator:
+    """Gives out `records`, newest first, and notes what it is told."""
+
+    def __init__(self, records: list[CommitRecord]) -> None:
+        self._records = records
+        self.bad: list[str] = []
+
+    def resume_point(self, attempt: int) -> CommitRecord | None:
+        return self._records[0] if self._records else None
+
+    def mark_bad(self, checkpoint: CheckpointId, reason: str) -> None:
+        self._records.pop(0)
+        self.bad.append(checkpoint.folder)
+
+    def resumed(self, attempt: int, step: int, tier: str) -> None:
+        self.at = step
+
+
+class Worker:
+    attempt = 2
+
+    def __init__(self, ranks: ThreadRanks, root: Path, coordinator: Coordinator) -> None:
+        self.world = ranks
+        self.coordinator = coordinator
+        self.local_dir = root / f"local-{ranks.world_rank}"
+        self.store = LocalStore(root / "run")
+
+
+class Spec:
+    class run:
+        key = "key"
+
+
+def save(root: Path, step: int) -> CommitRecord:
+    counter = Counter()
+    counter.value = step
+    tree = collect_state(model=nn.Linear(3, 4), stateful={"counter": counter})
+    plan = Planner(world_rank=0, world_size=1).plan_for(tree)
+    staged = Stager(plan, root / "slots").stage(tree, CheckpointId(step, 1), rank_state=capture_rng())
+    assert staged is not None
+    folder = root / "run" / "checkpoints" / staged.checkpoint.folder
+    return commit(folder, [staged], put_slice(folder, staged))
+
+
+def restore(root: Path, records: list[CommitRecord], errors: dict[int, Exception]) -> tuple[list[Any], Coordinator]:
+    """(counter, step) of each rank, or what it raised."""
+    coordinator = Coordinator(records)
+
+    def rank(ranks: ThreadRanks) -> Any:
+        counter = Counter(errors.get(ranks.world_rank))
+        worker: Any = Worker(ranks, root, coordinator)
+        spec: Any = Spec
+        restored = restore_newest(
+            spec, worker, model=nn.Linear(3, 4), optimizer=None, stateful={"counter": counter}, strict=True
+        )
+        return counter.value, restored.step
+
+    return in_ranks(WORLD, rank), coordinator
+
+
+def test_every_rank_loads_the_newest_commit(tmp_path: Path) -> None:
+    told, coordinator = restore(tmp_path, [save(tmp_path, 2), save(tmp_path, 1)], {})
+    assert told == [(2, 2), (2, 2)] and coordinator.at == 2
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_every_rank(tmp_path: Path) -> None:
+    records = [save(tmp_path, 2), save(tmp_path, 1)]
+    damaged = tmp_path / "run" / "checkpoints" / records[0].checkpoint.folder / "__0_0.distcp"
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    told, coordinator = restore(tmp_path, records, {})
+    assert told == [(1, 1), (1, 1)] and len(coordinator.bad) == 1
+
+
+def test_a_users_own_error_on_one_rank_ends_the_restore_on_every_rank(tmp_path: Path) -> None:
+    error = OddError("no such vocabulary")
+    told, _ = restore(tmp_path, [save(tmp_path, 1)], {1: error})
+    assert told[1] is error
+    assert type(told[0]) is RuntimeError
+    assert str(told[0]) == "Rank 1 could not load step-0000000001-1: OddError: no such vocabulary"
+
+
+def test_checkpoints_that_are_all_damaged_end_the_run_on_every_rank(tmp_path: Path) -> None:
+    record = save(tmp_path, 1)
+    (tmp_path / "run" / "checkpoints" / record.checkpoint.folder / "__0_0.distcp").unlink()
+    told, _ = restore(tmp_path, [record], {})
+    assert [type(error) for error in told] == [CorruptCheckpointError] * WORLD
+    with pytest.raises(CorruptCheckpointError, match="All 1 checkpoint"):
+        raise told[0]
