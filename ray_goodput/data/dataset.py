@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.cursor import DataCursor, check
 from ray_goodput.core.order import MAX_SEED, SampleOrder
-from ray_goodput.data.formats import ShardFormat, format_by_extension, get_format
+from ray_goodput.data.formats import GroupingFormat, ShardFormat, format_by_extension, get_format, identity_of
 from ray_goodput.data.manifest import Manifest, build_manifest
 from ray_goodput.data.patterns import compile_glob, split_glob
 from ray_goodput.errors import ConfigError
@@ -42,7 +42,9 @@ class ShardedDataset:
     collate: `f(samples: list[dict]) -> Mapping`, instead of the default that stacks.
     drop_last: leave out the last N mod G samples of each epoch, instead of a batch that holds two epochs' samples.
     storage_options: as for s3fs and fsspec.
-    format: "parquet", or "auto" for the format of the file name's extension.
+    format: "auto" for the format of the file name's extension (parquet for a folder), a format's name ("parquet",
+        "webdataset", "jsonl", "csv", "tokens", "files", or a registered one), or a format object:
+        `rg.TokenFormat(...)`, `rg.RawFilesFormat(...)`.
     on_change: an object that is not the one the run began with is an error ("fail"), or taken as it is ("accept").
     cache_limit_bytes: limit of the node's cache; default: what the disk has.
     prefetch_shards: how many data shards to fetch ahead of need on a node.
@@ -59,7 +61,7 @@ class ShardedDataset:
     collate: Callable[[list[Any]], Mapping[str, Any]] | None = None
     drop_last: bool = False
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    format: str = "auto"
+    format: str | ShardFormat = "auto"
     on_change: Literal["fail", "accept"] = "fail"
     cache_limit_bytes: int | None = None
     prefetch_shards: int = 8
@@ -93,11 +95,13 @@ class ShardedDataset:
                 raise ConfigError(f"ShardedDataset({name}={getattr(self, name)!r}): give a function, or None.")
         if self.on_change not in ("fail", "accept"):
             raise ConfigError(f'ShardedDataset(on_change={self.on_change!r}): give "fail" or "accept".')
+        if not isinstance(self.format, str) and not hasattr(self.format, "read_table"):
+            raise ConfigError(f"ShardedDataset(format={self.format!r}): give a format's name, or a ShardFormat.")
+        self.format_impl()
         try:
             compile_glob(self.pattern)
         except re.error as error:
             raise ConfigError(f"ShardedDataset({self.uri_glob!r}): the pattern cannot be read: {error}.") from None
-        self.format_impl()
 
     @property
     def num_lanes(self) -> int:
@@ -118,6 +122,11 @@ class ShardedDataset:
         return self._split()[1]
 
     @property
+    def format_id(self) -> str:
+        """What the manifest calls the format: its name, with the parameters that change what is read."""
+        return identity_of(self.format_impl())
+
+    @property
     def manifest_uri(self) -> str:
         """What the manifest calls itself: root and pattern."""
         root, pattern = self._split()
@@ -125,6 +134,8 @@ class ShardedDataset:
 
     def format_impl(self) -> ShardFormat:
         """The format of the files. Raises ConfigError for an unknown one."""
+        if not isinstance(self.format, str):
+            return self.format
         if self.format != "auto":
             return get_format(self.format)
         return format_by_extension(self.uri_glob) or get_format("parquet")
@@ -228,9 +239,13 @@ class ShardedDataset:
         if pattern:
             return root, pattern
         parent, _, name = root.rstrip("/").rpartition("/")
-        if format_by_extension(name) is not None and not parent.endswith(":/"):
+        fmt = self.format_impl()
+        known = format_by_extension(name) is not None or name.lower().endswith(fmt.extensions)
+        if known and not parent.endswith(":/"):
             return parent or "/", name
-        endings = self.format_impl().extensions
+        endings = fmt.extensions
+        if isinstance(fmt, GroupingFormat):  # cameras write .JPG, ImageNet .JPEG
+            endings = (*endings, *(ending.upper() for ending in endings))
         return root.rstrip("/") or "/", f"**/*{endings[0]}" if len(endings) == 1 else f"**/*{{{','.join(endings)}}}"
 
     def _check_columns(self, manifest: Manifest) -> None:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from ray_goodput.data.formats import ShardFacts, ShardFormat
+from ray_goodput.data.formats import GroupingFormat, GuessingFormat, ShardFacts, ShardFormat, identity_of
 from ray_goodput.data.patterns import compile_glob
 from ray_goodput.errors import DataError, EmptyDatasetError, ShardReadError
 from ray_goodput.storage.protocol import ObjectInfo, ObjectStore
@@ -31,7 +31,7 @@ _CHECKSUM_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class DataShard:
-    """One object: `key` is relative to the store's root."""
+    """One object: `key` is relative to the store's root. Or a group of small ones, see `data.groups`."""
 
     index: int
     key: str
@@ -153,7 +153,9 @@ class Manifest:
 def build_manifest(
     store: ObjectStore, pattern: str, fmt: ShardFormat, *, max_workers: int = 16, uri: str | None = None
 ) -> Manifest:
-    """The manifest of the objects of `store` that match `pattern`, by key: one listing, then one small read an object.
+    """The manifest of the objects of `store` that match `pattern`, by key.
+
+    One listing, then what the format has to read of each object (parquet: its end; raw files: nothing; text: all).
 
     uri: what the manifest calls itself; default: the store's root and the pattern.
 
@@ -175,6 +177,8 @@ def build_manifest(
             f"{found if num_seen else f'There is nothing at {store.uri}'}: correct the dataset's URI {uri}."
         )
     matching.sort(key=lambda info: info.key)
+    if isinstance(fmt, GroupingFormat):
+        return _grouped(uri, fmt, matching)
     facts = _inspect_all(store, matching, fmt, max_workers)
     rows = [fact.rows for fact in facts]
     if not any(rows):
@@ -183,14 +187,30 @@ def build_manifest(
         )
     manifest = Manifest(
         uri,
-        fmt.name,
+        identity_of(fmt),
         keys=[info.key for info in matching],
         rows=rows,
         sizes=[info.size_bytes for info in matching],
         etags=[info.etag for info in matching],
-        schema=_common_schema(store, matching, facts),
+        schema=_common_schema(store, matching, facts, fmt),
     )
     logger.info("%s: %d data shards, %d rows", uri, manifest.num_shards, manifest.num_samples)
+    return manifest
+
+
+def _grouped(uri: str, fmt: ShardFormat, infos: Sequence[ObjectInfo]) -> Manifest:
+    assert isinstance(fmt, GroupingFormat)
+    groups = fmt.groups(infos)
+    manifest = Manifest(
+        uri,
+        identity_of(fmt),
+        keys=[group.to_key() for group in groups],
+        rows=[len(group.files) for group in groups],
+        sizes=[group.size_bytes for group in groups],
+        etags=[None] * len(groups),  # of each file, in the key
+        schema=fmt.schema_of(groups),
+    )
+    logger.info("%s: %d files in %d data shards", uri, manifest.num_samples, manifest.num_shards)
     return manifest
 
 
@@ -213,14 +233,24 @@ def _turns(infos: Sequence[ObjectInfo], size: int) -> Iterable[Sequence[ObjectIn
         yield infos[start : start + size]
 
 
-def _common_schema(store: ObjectStore, infos: Sequence[ObjectInfo], facts: Sequence[ShardFacts]) -> pa.Schema:
-    """The columns all objects with rows have; order, nullability and metadata may differ."""
+def _common_schema(
+    store: ObjectStore, infos: Sequence[ObjectInfo], facts: Sequence[ShardFacts], fmt: ShardFormat
+) -> pa.Schema:
+    """The columns all objects with rows have; order, nullability and metadata may differ. Guessed types are merged."""
     with_rows = [(info, fact) for info, fact in zip(infos, facts, strict=True) if fact.rows]
     first_info, first = with_rows[0]
-    expected = {field.name: field.type for field in first.schema}
+    schema = first.schema.remove_metadata()
+    expected = {field.name: field.type for field in schema}
     for info, fact in itertools.islice(with_rows, 1, None):
         columns = {field.name: field.type for field in fact.schema}
         if columns != expected:
+            if isinstance(fmt, GuessingFormat):
+                try:
+                    schema = fmt.merge(schema, fact.schema.remove_metadata())
+                    expected = {field.name: field.type for field in schema}
+                    continue
+                except (pa.ArrowException, ValueError):
+                    logger.debug("%s cannot be read with the columns of the files before it", info.key)
             names = sorted(n for n in {*columns, *expected} if columns.get(n) != expected.get(n))
             differ = ", ".join(f"{n} ({_type(expected, n)} / {_type(columns, n)})" for n in names)
             root = store.uri.rstrip("/")
@@ -228,7 +258,7 @@ def _common_schema(store: ObjectStore, infos: Sequence[ObjectInfo], facts: Seque
                 f"{root}/{first_info.key} and {root}/{info.key} have different columns: {differ}. Write them alike, or "
                 "give a pattern that matches only one kind."
             )
-    return first.schema.remove_metadata()
+    return schema
 
 
 def _type(columns: dict[str, pa.DataType], name: str) -> str:

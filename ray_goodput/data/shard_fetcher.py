@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 import pyarrow as pa
 
 from ray_goodput.data.cache import NodeCache, content_name
+from ray_goodput.data.formats.base import GroupingFormat, GuessingFormat
+from ray_goodput.data.groups import FileGroup
 from ray_goodput.errors import (
     CacheFullError,
     ObjectChangedError,
@@ -33,6 +36,8 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _FIRST_PAUSE_S = 0.1
 _OPEN_ATTEMPTS = 4
+_GROUP_THREADS = 8  # for the files of one group
+_LONGEST_TITLE = 200
 
 
 class TableFormat(Protocol):
@@ -89,7 +94,7 @@ class ShardFetcher:
             key=shard.key,
             etag=shard.etag,
             size_bytes=shard.size_bytes,
-            transform=self._format.name,
+            transform=self._format_id(),
             columns=self._columns,
         )
         return name
@@ -137,6 +142,14 @@ class ShardFetcher:
                 del self._in_flight[name]
             mine.set()
 
+    def _format_id(self) -> str:
+        """Everything besides the object's bytes that decides what is kept of it."""
+        identity: str = getattr(self._format, "identity", self._format.name)
+        if isinstance(self._format, GuessingFormat) and self.manifest.schema is not None:
+            identity += f" {[(field.name, str(field.type)) for field in self.manifest.schema]}"
+        # What is taken as it is may be something else than the name says: nobody who pins may find it.
+        return identity if self._pin else f"{identity} unpinned"
+
     def _fetch(self, shard: DataShard, name: str) -> Fetched:
         pause_s = _FIRST_PAUSE_S
         for left in reversed(range(_ATTEMPTS)):
@@ -163,18 +176,38 @@ class ShardFetcher:
 
     def _download(self, shard: DataShard, name: str) -> pa.Table:
         with self.cache.reserve(shard.size_bytes, name) as folder:
+            if isinstance(self._format, GroupingFormat):
+                return self._download_group(self._format, FileGroup.from_key(shard.key), folder)
             raw = folder / (PurePosixPath(shard.key).name[-200:] or "object")
-            etag = shard.etag if self._pin else None
-            info: ObjectInfo = self._store.download_file(shard.key, raw, etag=etag)
-            if self._pin and info.size_bytes != shard.size_bytes:
-                raise ObjectChangedError(
-                    f"{self._title(shard)} has {info.size_bytes} bytes, it had {shard.size_bytes} when the run's "
-                    f'manifest was made. Restore the object, or start a new run; on_change="accept" takes it as it is.'
-                )
-            landed = raw.stat().st_size
-            if landed != info.size_bytes:
-                raise StorageError(f"{landed} of {info.size_bytes} bytes arrived.")
+            self._download_object(shard.key, shard.etag, shard.size_bytes, raw)
+            if isinstance(self._format, GuessingFormat) and self.manifest.schema is not None:
+                return self._format.read_as(raw, self.manifest.schema)
             return self._format.read_table(raw)
+
+    def _download_group(self, fmt: GroupingFormat, group: FileGroup, folder: Path) -> pa.Table:
+        paths = [folder / f"{i:06d}" for i in range(len(group.files))]
+        with ThreadPoolExecutor(min(_GROUP_THREADS, len(paths)), "ray-goodput-group") as pool:
+            jobs = [
+                pool.submit(self._download_object, file.key, file.etag, file.size_bytes, path)
+                for file, path in zip(group.files, paths, strict=True)
+            ]
+            try:
+                for job in jobs:
+                    job.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+        return fmt.read_group(group, paths)
+
+    def _download_object(self, key: str, etag: str | None, size_bytes: int, path: Path) -> None:
+        info: ObjectInfo = self._store.download_file(key, path, etag=etag if self._pin else None)
+        if self._pin and info.size_bytes != size_bytes:
+            raise ObjectChangedError(
+                f"{self._store.uri.rstrip('/')}/{key} has {info.size_bytes} bytes, it had {size_bytes} when the run's "
+                f'manifest was made. Restore the object, or start a new run; on_change="accept" takes it as it is.'
+            )
+        landed = path.stat().st_size
+        if landed != info.size_bytes:
+            raise StorageError(f"{key}: {landed} of {info.size_bytes} bytes arrived.")
 
     def _checked(self, shard: DataShard, table: pa.Table) -> pa.Table:
         if table.num_rows != shard.rows:
@@ -192,13 +225,16 @@ class ShardFetcher:
         return table.unify_dictionaries().combine_chunks()
 
     def _title(self, shard: DataShard) -> str:
-        return f"Data shard {shard.index} ({self._store.uri.rstrip('/')}/{shard.key})"
+        grouped = isinstance(self._format, GroupingFormat)
+        what = FileGroup.from_key(shard.key).title if grouped else shard.key
+        return f"Data shard {shard.index} ({self._store.uri.rstrip('/')}/{what})"
 
 
 def lost_again(manifest: Manifest, data_shard: int, cache: NodeCache) -> ShardReadError:
     """The error for a shard that was fetched and was not there when it was opened, again and again."""
+    key = manifest.shard(data_shard).key[:_LONGEST_TITLE]
     return ShardReadError(
-        f"Data shard {data_shard} ({manifest.shard(data_shard).key}) was fetched {_OPEN_ATTEMPTS} times into the "
+        f"Data shard {data_shard} ({key}) was fetched {_OPEN_ATTEMPTS} times into the "
         f"cache {cache.root} and each time was evicted or damaged before it could be opened. Raise cache_limit_bytes, "
         f"or check the disk."
     )

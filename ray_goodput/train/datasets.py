@@ -33,7 +33,7 @@ def prepare_dataset(
         DatasetMismatchError: the run has trained on other data, or in another order, so far.
     """
     stored = _stored_manifest(store, name)
-    same_place = stored is not None and stored.uri == dataset.manifest_uri
+    same_place = stored is not None and stored.uri == dataset.manifest_uri and stored.format_name == dataset.format_id
     manifest = stored if stored is not None and same_place else dataset.manifest()
     if committed is not None and name in committed:
         check(DataCursor.from_dict(committed[name]), dataset.cursor(manifest))

@@ -152,6 +152,6 @@ def test_formats_are_found_by_name_and_extension() -> None:
     found = format_by_extension("s3://b/**/*.PARQUET")
     assert found is not None
     assert found.name == "parquet"
-    assert format_by_extension("s3://b/x.tar") is None
+    assert format_by_extension("s3://b/x.xyz") is None
     with pytest.raises(ConfigError, match=r"no data format 'tar'.*parquet"):
         get_format("tar")

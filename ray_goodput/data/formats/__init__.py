@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
-from ray_goodput.data.formats.base import ShardFacts, ShardFormat
+from ray_goodput.data.formats.base import (
+    GroupingFormat,
+    GuessingFormat,
+    ShardFacts,
+    ShardFormat,
+    damaged,
+    identity_of,
+    title_of,
+)
+from ray_goodput.data.formats.csv import CsvFormat
+from ray_goodput.data.formats.jsonl import JsonlFormat
 from ray_goodput.data.formats.parquet import ParquetFormat
+from ray_goodput.data.formats.raw_files import RawFilesFormat
+from ray_goodput.data.formats.tokens import TokenFormat
+from ray_goodput.data.formats.webdataset import WebDatasetFormat
 from ray_goodput.errors import ConfigError
 
-__all__ = ["ParquetFormat", "ShardFacts", "ShardFormat", "format_by_extension", "get_format", "register_format"]
+__all__ = [
+    "CsvFormat",
+    "GroupingFormat",
+    "GuessingFormat",
+    "JsonlFormat",
+    "ParquetFormat",
+    "RawFilesFormat",
+    "ShardFacts",
+    "ShardFormat",
+    "TokenFormat",
+    "WebDatasetFormat",
+    "damaged",
+    "format_by_extension",
+    "get_format",
+    "identity_of",
+    "register_format",
+    "title_of",
+]
 
 _FORMATS: dict[str, ShardFormat] = {}
 
@@ -30,10 +60,11 @@ def get_format(name: str) -> ShardFormat:
 def format_by_extension(name: str) -> ShardFormat | None:
     """The format whose extension ends `name` (a file name or a pattern), None if there is none."""
     lower = name.lower()
-    for fmt in _FORMATS.values():
-        if lower.endswith(fmt.extensions):
+    for fmt in reversed(_FORMATS.values()):  # what a user registered goes first
+        if fmt.extensions and lower.endswith(fmt.extensions):
             return fmt
     return None
 
 
-register_format(ParquetFormat())
+for _format in (ParquetFormat(), WebDatasetFormat(), JsonlFormat(), CsvFormat(), TokenFormat(), RawFilesFormat()):
+    register_format(_format)

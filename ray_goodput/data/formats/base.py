@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
 
+from ray_goodput.data.groups import FileGroup
+from ray_goodput.errors import ShardReadError
 from ray_goodput.storage.protocol import ObjectInfo, ObjectStore
 
 
@@ -24,7 +27,7 @@ class ShardFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """Short and fixed: part of the manifest and of the cache's content names."""
+        """Short and fixed: what `format=` calls it."""
         ...
 
     @property
@@ -43,3 +46,54 @@ class ShardFormat(Protocol):
     def read_table(self, path: Path) -> pa.Table:
         """All rows of a local copy, in the file's own order. Raises ShardReadError."""
         ...
+
+
+@runtime_checkable
+class GuessingFormat(Protocol):
+    """Text: a file's types are read off its values, so that the files of a dataset have to agree on them first."""
+
+    def merge(self, left: pa.Schema, right: pa.Schema) -> pa.Schema:
+        """Columns that both files can be read as. Raises `pa.ArrowInvalid` if there are none, or ValueError."""
+        ...
+
+    def read_as(self, path: Path, schema: pa.Schema) -> pa.Table:
+        """All rows of a local copy, with these columns. Raises ShardReadError."""
+        ...
+
+
+@runtime_checkable
+class GroupingFormat(Protocol):
+    """Files too small to be a data shard each: one data shard is a group of them."""
+
+    def groups(self, infos: Sequence[ObjectInfo]) -> list[FileGroup]:
+        """Every object in exactly one group; the same objects always give the same groups."""
+        ...
+
+    def schema_of(self, groups: Sequence[FileGroup]) -> pa.Schema:
+        """Columns of `read_group`."""
+        ...
+
+    def read_group(self, group: FileGroup, paths: Sequence[Path]) -> pa.Table:
+        """One row a file, from local copies in the group's order. Raises ShardReadError."""
+        ...
+
+
+def identity_of(fmt: ShardFormat) -> str:
+    """What the manifest and the cache's content names call the format: its name, or its `identity` if it has one.
+
+    A format with parameters that change what is read from a file needs one, which says them.
+    """
+    return getattr(fmt, "identity", fmt.name)
+
+
+def title_of(store: ObjectStore, info: ObjectInfo) -> str:
+    """The object's whole URI, for messages."""
+    return f"{store.uri.rstrip('/')}/{info.key}"
+
+
+def damaged(title: str, kind: str, reason: object) -> ShardReadError:
+    """The error for a file that cannot be what its name or the user says."""
+    text = str(reason).rstrip(".") or type(reason).__name__
+    return ShardReadError(
+        f"{title} is no readable {kind}: {text}. Replace it, or leave it out of the dataset's pattern."
+    )

@@ -8,8 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_goodput.data.formats.base import ShardFacts
-from ray_goodput.errors import ShardReadError
+from ray_goodput.data.formats.base import ShardFacts, damaged, title_of
 from ray_goodput.storage.protocol import ObjectInfo, ObjectStore
 
 _MAGIC = b"PAR1"
@@ -25,16 +24,16 @@ class ParquetFormat:
     extensions: tuple[str, ...] = (".parquet", ".pq")
 
     def inspect(self, store: ObjectStore, info: ObjectInfo) -> ShardFacts:
-        title = f"{store.uri.rstrip('/')}/{info.key}"
+        title = title_of(store, info)
         size = info.size_bytes
         if size < len(_MAGIC) + _SUFFIX_BYTES:
-            raise _damaged(title, f"it has only {size} bytes")
+            raise damaged(title, "parquet file", f"it has only {size} bytes")
         tail = store.get_range(info.key, max(0, size - _FIRST_READ_BYTES), min(size, _FIRST_READ_BYTES))
         if not tail.endswith(_MAGIC):
-            raise _damaged(title, f"its last bytes are {tail[-4:]!r} instead of {_MAGIC!r}")
+            raise damaged(title, "parquet file", f"its last bytes are {tail[-4:]!r} instead of {_MAGIC!r}")
         footer_bytes = int.from_bytes(tail[-_SUFFIX_BYTES:-4], "little") + _SUFFIX_BYTES
         if footer_bytes > size:
-            raise _damaged(title, f"its footer should have {footer_bytes} bytes and the file has {size}")
+            raise damaged(title, "parquet file", f"its footer should have {footer_bytes} bytes and the file has {size}")
         if footer_bytes > len(tail):
             tail = store.get_range(info.key, size - footer_bytes, footer_bytes)
         try:
@@ -42,7 +41,7 @@ class ParquetFormat:
             metadata = pq.read_metadata(pa.BufferReader(tail[-footer_bytes:]))
             return ShardFacts(metadata.num_rows, metadata.schema.to_arrow_schema())
         except (pa.ArrowException, OSError) as error:
-            raise _damaged(title, str(error)) from error
+            raise damaged(title, "parquet file", error) from error
 
     def read_table(self, path: Path) -> pa.Table:
         try:
@@ -50,10 +49,4 @@ class ParquetFormat:
             with pq.ParquetFile(path, memory_map=True) as file:
                 return file.read()
         except (pa.ArrowException, OSError) as error:
-            raise _damaged(str(path), str(error)) from error
-
-
-def _damaged(title: str, reason: str) -> ShardReadError:
-    return ShardReadError(
-        f"{title} is no readable parquet file: {reason}. Replace it, or leave it out of the dataset's pattern."
-    )
+            raise damaged(str(path), "parquet file", error) from error
