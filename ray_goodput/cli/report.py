@@ -75,7 +75,7 @@ def _print(view: RunView, *, as_json: bool, as_markdown: bool) -> None:
         return
     # Into a pipe or a file: as wide as the table needs, not the 80 columns that rich assumes.
     console = Console() if sys.stdout.isatty() else Console(width=140)
-    console.print(render(view, console.width))
+    console.print(render(view, console.width, colour=console.color_system is not None))
 
 
 def _write_page(view: RunView, html: Path) -> None:

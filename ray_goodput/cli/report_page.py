@@ -84,7 +84,12 @@ def render_page(view: RunView) -> str:
         commits=_commits(view),
         ticks=_ticks(view.timeline.wall_s),
         charts=_charts(view),
-        tables=words.tables(view)[1:],  # the waterfall has its own form here
+        tables={
+            "incidents": words.incident_table(view),
+            "checkpoints": words.checkpoint_table(view),
+            "levers": words.lever_table(view),
+            "attempts": words.attempt_table(view),
+        },
         frame={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
     )
 

@@ -161,19 +161,21 @@ def lever_table(view: RunView) -> TextTable:
     rows = []
     for lever in view.advice.levers if view.advice else ():
         now, halved = lever_value(lever, lever.now), lever_value(lever, lever.halved)
-        rows.append((lever.name, now, halved, f"{lever.goodput:.2%}", f"{lever.gain * 100:+.2f} points"))
+        rows.append((lever.name, f"{now} → {halved}", f"{lever.gain * 100:+.2f} points"))
     return TextTable(
         title="What halving would gain",
-        header=("", "now", "halved", "goodput", "gain"),
+        header=("", "now → halved", "gain"),
         rows=tuple(rows),
-        right=frozenset({1, 2, 3, 4}),
+        right=frozenset({1, 2}),
         empty=next_step(view),
     )
 
 
 def hours(seconds: float) -> str:
-    """Rank-time: `7200 -> "2.00 h"`, in seconds while there are few."""
-    return f"{seconds:,.1f} s" if seconds < 3600 else f"{seconds / 3600:,.2f} h"
+    """Rank-time: `7200 -> "2.00 h"`, in minutes or seconds while it is little."""
+    if seconds < 120:
+        return f"{seconds:,.1f} s"
+    return f"{seconds / 60:,.1f} min" if seconds < 7200 else f"{seconds / 3600:,.2f} h"
 
 
 def money(amount: float) -> str:

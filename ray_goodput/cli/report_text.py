@@ -20,23 +20,28 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 16
 """Ranks whose timeline a terminal shows."""
+LETTER = dict(zip(Bucket, "?#dclsrthiepqx", strict=True))
+"""Of each bucket, where there is no colour."""
 
 
-def render(view: RunView, width: int = 100) -> RenderableType:
-    """Everything, for a console of `width` columns."""
+def render(view: RunView, width: int = 100, *, colour: bool = True, trouble: str = "") -> RenderableType:
+    """Everything, for a console of `width` columns. Without colour the timeline is made of letters.
+
+    What matters most stands first: a live view is cut off where the terminal ends. trouble: a line to warn with.
+    """
     from rich.console import Group
     from rich.text import Text
 
     parts: list[RenderableType] = [
         Text(words.headline(view), style="bold"),
         Text(f"{view.name}: {words.scale(view)}; {words.state(view)}", style="dim"),
-        Text(""),
-        *_timeline(view, width),
+        Text.assemble(("next: ", "bold"), words.next_step(view)),
+        Text(trouble, style="yellow"),
+        *_timeline(view, width, colour),
         *(part for table in words.tables(view) for part in _table(table)),
     ]
     if curve := _loss(view, width):
-        parts += [Text(curve), Text("")]
-    parts.append(Text.assemble(("next: ", "bold"), words.next_step(view)))
+        parts.append(Text(curve))
     return Group(*parts)
 
 
@@ -68,29 +73,30 @@ def watch(
 ) -> RunView:
     """Show the run until its driver ends it, reading every `interval_s`; returns the last view.
 
-    A storage that does not answer is said below the last view and asked again.
+    A storage that does not answer is said above the last view and asked again.
 
     Raises:
         StorageError: already the first read failed.
     """
-    from rich.console import Group
     from rich.live import Live
-    from rich.text import Text
 
     view = read()
-    with Live(render(view, console.width), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    colour = console.color_system is not None
+    with Live(
+        render(view, console.width, colour=colour), console=console, auto_refresh=False, vertical_overflow="crop"
+    ) as live:
         while not view.report.finished:
             wait(interval_s)
             trouble = ""
             try:
                 view = read()
             except StorageError as error:
-                trouble = f"\nnot read again: {' '.join(str(error).split())}"
-            live.update(Group(render(view, console.width), Text(trouble, style="yellow")), refresh=True)
+                trouble = f"not read again: {' '.join(str(error).split())}"
+            live.update(render(view, console.width, colour=colour, trouble=trouble), refresh=True)
     return view
 
 
-def _timeline(view: RunView, width: int) -> list[RenderableType]:
+def _timeline(view: RunView, width: int, colour: bool) -> list[RenderableType]:
     from rich.text import Text
 
     ranks = view.report.target_world
@@ -104,13 +110,15 @@ def _timeline(view: RunView, width: int) -> list[RenderableType]:
         line = Text(f"{rank:>5}  ")
         for column in view.timeline.columns(rank, num):
             bucket = Bucket(int(np.argmax(column))) if column.any() else None
-            line.append(" " if bucket is None else "█", style="" if bucket is None else COLOUR[bucket])
-            if bucket is not None:
-                seen[bucket] = None
+            if bucket is None:
+                line.append(" ")
+                continue
+            seen[bucket] = None
+            line.append("█" if colour else LETTER[bucket], style=COLOUR[bucket])
         lines.append(line)
     legend = Text(" rank  ")
     for bucket in sorted(seen):
-        legend.append("█ ", style=COLOUR[bucket])
+        legend.append("█ " if colour else f"{LETTER[bucket]} ", style=COLOUR[bucket])
         legend.append(f"{bucket.label}  ", style="dim")
     return [*lines, legend, Text("")]
 

@@ -85,17 +85,23 @@ class RunTimeline:
         return out
 
     def throughput(self, num: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Steps a second of rank 0 in at most `num` equal parts of the run: (middle of each in counted s, steps / s).
+        """Steps a second of rank 0 in `num` equal parts of the run: (middle of each in counted s, steps / s).
 
-        Fewer parts when there are few steps, so that each has some; steps done twice count twice. Empty when unknown.
+        A step counts evenly from the end of the one before; steps done twice count twice. Empty when unknown.
         """
-        done = [(self.counted_s(at), n) for rank in self.ranks if rank.world_rank == 0 for at, n in rank.steps]
-        total = sum(n for _, n in done)
-        if not done or self.wall_s <= 0:
+        edges = np.linspace(0.0, self.wall_s, num + 1)
+        steps = np.zeros(num)
+        for rank in self.ranks:
+            if rank.world_rank != 0 or not rank.steps:
+                continue
+            at = np.array([self.counted_s(when) for when, _ in rank.steps])
+            reached = np.cumsum([n for _, n in rank.steps])
+            pace = (at[-1] - at[0]) / max(1, reached[-1] - reached[0])
+            began = max(self.counted_s(rank.spans[0].start_s), at[0] - pace * reached[0])
+            steps += np.diff(np.interp(edges, [began, *at], [0.0, *reached]))
+        if not steps.any() or self.wall_s <= 0:
             return np.zeros(0), np.zeros(0)
-        num = max(1, min(num, total // 4))
-        sums, edges = np.histogram([at for at, _ in done], num, (0.0, self.wall_s), weights=[n for _, n in done])
-        return (edges[:-1] + edges[1:]) / 2, sums / (self.wall_s / num)
+        return (edges[:-1] + edges[1:]) / 2, steps / (self.wall_s / num)
 
 
 def place_timelines(ledger: Ledger) -> RunTimeline:
