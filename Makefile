@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: $(STAMP)  ## train a small GPT with 2 workers, kill one, and show that nothing was lost
-	$(BIN)/ray-goodput demo $(ARGS)
+	@$(BIN)/ray-goodput demo $(ARGS)
 
 test: lint  ## lint and all tests (not the benchmarks)
 	$(BIN)/python -m pytest $(ARGS)
