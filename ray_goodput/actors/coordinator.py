@@ -20,6 +20,7 @@ from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
 from ray_goodput.core.run_state import Resume, RunStatus, WorkerInfo
 from ray_goodput.errors import GoodputError
 from ray_goodput.goodput.journal import JournalPage
+from ray_goodput.goodput.metrics import RunFigures
 from ray_goodput.goodput.report import GoodputReport
 from ray_goodput.storage.protocol import ObjectStore
 
@@ -66,6 +67,8 @@ class RunCoordinator:
         self._resumes: list[Resume] = []
         self._history: dict[int, dict[str, float]] = {}
         self._skipped = 0
+        self._num_commits = 0
+        self._train_run_id = ""
         self._gave_up: str | None = None
         self._prune = threading.Event()
         self._flush = threading.Event()
@@ -88,6 +91,11 @@ class RunCoordinator:
         return self._run
 
     # attempts
+
+    def train_run(self, run_id: str) -> None:
+        """Ray Train's own name for what the driver has begun; the run's metrics carry it."""
+        with self._lock:
+            self._train_run_id = run_id
 
     def group_allocated(self, workers: Sequence[WorkerInfo]) -> int:
         """A worker group got its processes: a new attempt begins. Idempotent for the same processes."""
@@ -167,6 +175,8 @@ class RunCoordinator:
         """A vault has put a slice into storage; the last one of a checkpoint commits it."""
         record = self._commits.landed(landed)
         if record is not None:
+            with self._lock:
+                self._num_commits += 1
             self._ledger.commit(record.checkpoint.step, record.checkpoint.attempt)
             self._prune.set()
             self._flush.set()
@@ -201,6 +211,28 @@ class RunCoordinator:
     def goodput(self) -> GoodputReport:
         """The accounts as of now."""
         return self._ledger.report()
+
+    def figures(self) -> RunFigures:
+        """The run as of now, for its metrics."""
+        report = self._ledger.report()
+        newest = self._commits.newest()
+        since_s = newest.committed_at_s if newest is not None else self._run_started_at
+        with self._lock:
+            return RunFigures(
+                report=report,
+                attempt=self._attempt,
+                ranks=len(self._workers),
+                step=self._step,
+                committed_step=newest.checkpoint.step if newest is not None else -1,
+                commits=self._num_commits,
+                saves_skipped=self._skipped,
+                commit_age_s=max(0.0, self._clock.at_s() - since_s),
+            )
+
+    @property
+    def train_run_id(self) -> str:
+        """Ray Train's name for the run, "" until it is known."""
+        return self._train_run_id
 
     def metrics_since(self, life: float, upto: int) -> MetricsNews:
         """Rank 0's metrics that arrived after those the caller has; see `MetricsTail.since`."""

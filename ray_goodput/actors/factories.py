@@ -17,6 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_goodput.actors.coordinator import RunCoordinator
+from ray_goodput.actors.metrics_export import MetricsExporter
 from ray_goodput.actors.names import (
     NAMESPACE,
     coordinator_name,
@@ -54,6 +55,7 @@ class _CoordinatorProcess(RunCoordinator):
             keep_every=spec.checkpoint.keep_every,
         )
         self.open()
+        MetricsExporter(spec.run, self.figures, lambda: self.train_run_id).start()
 
 
 class _VaultProcess(CheckpointVault):

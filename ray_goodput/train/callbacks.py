@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +18,11 @@ from ray_goodput.actors.factories import start_vault
 from ray_goodput.actors.names import NAMESPACE, coordinator_name
 from ray_goodput.actors.shard_cache import shard_cache_actor
 from ray_goodput.actors.spec import RunSpec
-from ray_goodput.train.ray_compat import ControllerCallback, WorkerGroupCallback, worker_infos
+from ray_goodput.train.ray_compat import ControllerCallback, WorkerGroupCallback, train_run_id, worker_infos
 
 logger = logging.getLogger(__name__)
+
+_TELL_EVERY_S = 20.0
 
 
 def _never_raises(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,6 +44,23 @@ class GoodputCallback(WorkerGroupCallback, ControllerCallback):
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._node_actors: dict[str, list[Any]] = {}
+        self._train_run_id = ""
+        self._tell_at_mono_s = 0.0
+
+    @_never_raises
+    def after_controller_start(self, train_run_context: Any) -> None:
+        self._train_run_id = train_run_id(train_run_context)
+        self._tell_train_run()
+
+    @_never_raises
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        self._tell_train_run()  # again and again: a coordinator that was restarted does not know it
+
+    def _tell_train_run(self) -> None:
+        now = time.monotonic()
+        if now >= self._tell_at_mono_s:
+            self._tell_at_mono_s = now + _TELL_EVERY_S
+            self._coordinator().train_run.remote(self._train_run_id)
 
     @_never_raises
     def before_init_train_context(self, workers: Sequence[Any]) -> dict[str, list[Any]]:

@@ -53,6 +53,7 @@ __all__ = [
     "fresh_reserved_resources",
     "goodput_error_in",
     "in_train_worker",
+    "train_run_id",
     "worker_infos",
 ]
 
@@ -66,6 +67,11 @@ def in_train_worker() -> bool:
     except Exception:  # Ray raises RuntimeError, AttributeError or its own types here, depending on the process
         return False
     return True
+
+
+def train_run_id(train_run_context: Any) -> str:
+    """The id with which Ray Train labels its own metrics of this run."""
+    return str(train_run_context.run_id)
 
 
 def worker_infos(workers: Sequence[Any]) -> tuple[WorkerInfo, ...]:

@@ -1,0 +1,120 @@
+"""What Prometheus is told about a run: names, kinds, units, and values from the run's figures. Pure, no Ray.
+
+Names follow the field's rules: base units as suffix, `_ratio` for shares, `_total` for counters; Ray adds the prefix
+`ray_`, and `_total` to a counter. Labels are bounded: 14 buckets, a handful of incident kinds, nothing by rank or node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ray_goodput.goodput.report import GoodputReport
+
+RUN_LABELS = ("ray_train_run_name", "ray_train_run_id")
+"""As Ray Train labels its own series, so that they can be joined."""
+
+PREFIX = "ray_goodput_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One metric. name: without Ray's prefix and without `_total`. label: the one label besides the run's."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    text: str
+    label: str = ""
+
+    @property
+    def series(self) -> str:
+        """The name in Prometheus."""
+        return f"ray_{self.name}{'_total' if self.kind == 'counter' else ''}"
+
+
+METRICS = {
+    m.name: m
+    for m in (
+        Metric(name="goodput_overall_ratio", kind="gauge", text="Share of rank-seconds in steps that survive, so far."),
+        Metric(
+            name="goodput_availability_ratio", kind="gauge", text="Share of rank-seconds that had a rank to run on."
+        ),
+        Metric(name="goodput_runtime_ratio", kind="gauge", text="Share of the available rank-seconds in such steps."),
+        Metric(
+            name="goodput_rank_seconds",
+            kind="gauge",
+            text="Where rank-seconds went since the run began. A gauge: a rollback moves time from step to lost.",
+            label="bucket",
+        ),
+        Metric(name="goodput_at_risk_rank_seconds", kind="gauge", text="Time in steps that no commit holds yet."),
+        Metric(name="goodput_uncertain_rank_seconds", kind="gauge", text="Rank-seconds whose bucket is not sure."),
+        Metric(name="goodput_wall_seconds", kind="gauge", text="Length of the run, without time between drivers."),
+        Metric(name="goodput_target_ranks", kind="gauge", text="Ranks the run asks for."),
+        Metric(name="goodput_ranks", kind="gauge", text="Ranks of the current attempt, 0 between two."),
+        Metric(name="goodput_attempt", kind="gauge", text="Number of the current attempt."),
+        Metric(name="goodput_step", kind="gauge", text="Newest optimizer step of the current attempt."),
+        Metric(name="goodput_durable_step", kind="gauge", text="Step of the newest commit, -1 for none."),
+        Metric(
+            name="goodput_checkpoint_age_seconds",
+            kind="gauge",
+            text="Time since the newest commit or, before the first, since the run was taken up.",
+        ),
+        Metric(name="goodput_commits", kind="counter", text="Checkpoints that became durable."),
+        Metric(name="goodput_saves_skipped", kind="counter", text="Saves left out because both slots were taken."),
+        Metric(name="goodput_incidents", kind="counter", text="Interruptions of the run.", label="kind"),
+        Metric(name="goodput_steps_lost", kind="counter", text="Steps rolled back."),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFigures:
+    """A run as of now. ranks: of the living worker group. commit_age_s: see `goodput_checkpoint_age_seconds`."""
+
+    report: GoodputReport
+    attempt: int
+    ranks: int
+    step: int
+    committed_step: int
+    commits: int
+    saves_skipped: int
+    commit_age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A value of a metric. Counters tell their total, not their growth."""
+
+    metric: Metric
+    value: float
+    label: str = ""
+
+
+def samples(figures: RunFigures) -> Iterator[Sample]:
+    """Every metric's value or values."""
+    report = figures.report
+    single = {
+        "goodput_overall_ratio": report.overall,
+        "goodput_availability_ratio": report.availability,
+        "goodput_runtime_ratio": report.runtime,
+        "goodput_at_risk_rank_seconds": report.at_risk_s,
+        "goodput_uncertain_rank_seconds": report.uncertainty_s,
+        "goodput_wall_seconds": report.wall_s,
+        "goodput_target_ranks": report.target_world,
+        "goodput_ranks": figures.ranks,
+        "goodput_attempt": figures.attempt,
+        "goodput_step": figures.step,
+        "goodput_durable_step": figures.committed_step,
+        "goodput_checkpoint_age_seconds": figures.commit_age_s,
+        "goodput_commits": figures.commits,
+        "goodput_saves_skipped": figures.saves_skipped,
+        "goodput_steps_lost": sum(i.steps_lost for i in report.incidents),
+    }
+    for name, value in single.items():
+        yield Sample(METRICS[name], float(value))
+    for bucket, seconds in report.buckets_s.items():
+        yield Sample(METRICS["goodput_rank_seconds"], seconds, bucket)
+    for kind, count in Counter(i.kind for i in report.incidents).items():
+        yield Sample(METRICS["goodput_incidents"], float(count), kind)

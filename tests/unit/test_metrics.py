@@ -1,0 +1,105 @@
+"""What Prometheus is told: names as the field writes them, bounded labels, the report's own values."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from journal_pages import page, steps
+from ray_goodput.actors import metrics_export
+from ray_goodput.actors.metrics_export import MetricsExporter
+from ray_goodput.core.buckets import Bucket
+from ray_goodput.core.budget import FailureKind
+from ray_goodput.goodput.ledger import Ledger
+from ray_goodput.goodput.metrics import METRICS, RunFigures, samples
+
+
+def figures(*, incidents: int = 1, commits: int = 3) -> RunFigures:
+    ledger = Ledger(2)
+    ledger.run_started(0)
+    for attempt in range(1, incidents + 2):
+        at = 100.0 * attempt
+        ledger.attempt_started(attempt, 2, at)
+        for rank in (0, 1):
+            ledger.rank_hello(attempt, rank, at)
+            ledger.page(page(attempt, rank, steps(1, 9, 10), closed=True), at + 90)
+        ledger.resumed(attempt, 0)
+        if attempt <= incidents:
+            ledger.attempt_ended(attempt, at + 90, "worker", ranks=[1])
+    return RunFigures(
+        report=ledger.report(at=1000),
+        attempt=incidents + 1,
+        ranks=2,
+        step=9,
+        committed_step=5,
+        commits=commits,
+        saves_skipped=0,
+        commit_age_s=12.0,
+    )
+
+
+def test_names_have_base_units_and_no_name_is_used_twice() -> None:
+    for metric in METRICS.values():
+        assert re.fullmatch(r"goodput_[a-z_]+", metric.name) and not metric.name.endswith("_total")
+        assert metric.text.endswith(".")
+        assert not re.search(r"_(ms|minutes|hours|percent|s)$", metric.name)
+    assert len({m.series for m in METRICS.values()}) == len(METRICS)
+
+
+def test_every_metric_has_a_value_and_labels_are_bounded() -> None:
+    found = list(samples(figures(incidents=30)))
+    assert {s.metric.name for s in found} == set(METRICS)
+    assert {s.label for s in found} <= {"", *(b.label for b in Bucket), *(k.value for k in FailureKind)}
+    assert len({(s.metric.name, s.label) for s in found}) == len(found)
+
+
+def test_the_values_are_the_reports_own() -> None:
+    f = figures()
+    found = {(s.metric.name, s.label): s.value for s in samples(f)}
+    assert found["goodput_overall_ratio", ""] == f.report.overall
+    assert found["goodput_incidents", "worker"] == 1 and found["goodput_steps_lost", ""] == 9
+    buckets = {label: value for (name, label), value in found.items() if name == "goodput_rank_seconds"}
+    assert buckets == f.report.buckets_s
+    assert sum(buckets.values()) == pytest.approx(f.report.target_world * f.report.wall_s + f.report.imbalance_s)
+
+
+class Recorded:
+    """In place of Ray's classes: what was set and by how much it was raised."""
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+        self.name, self.tag_keys = name, tag_keys
+        self.values: dict[tuple[str, ...], list[float]] = {}
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        assert set(tags) == set(self.tag_keys), "Ray wants all declared tags"
+        self.values.setdefault(tuple(tags.values()), []).append(value)
+
+    inc = set
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(metrics_export.ray_metrics, "Gauge", Recorded)
+    monkeypatch.setattr(metrics_export.ray_metrics, "Counter", Recorded)
+
+
+def test_counters_grow_by_what_is_new_and_carry_the_runs_labels(recorded: None) -> None:
+    now = [figures()]
+    exporter = MetricsExporter("llm", lambda: now[0], lambda: "abc")
+    exporter.export()
+    exporter.export()
+    now[0] = figures(commits=5)
+    exporter.export()
+    told: Any = exporter._metrics
+    assert told["goodput_commits"].values == {("llm", "abc"): [3.0, 2.0]}
+    assert told["goodput_incidents"].values == {("llm", "abc", "worker"): [1.0]}
+    assert len(told["goodput_overall_ratio"].values["llm", "abc"]) == 3
+
+
+def test_nothing_is_told_before_ray_train_has_named_the_run(recorded: None) -> None:
+    exporter = MetricsExporter("llm", figures)
+    exporter.export()
+    told: Any = exporter._metrics
+    assert all(m.values == {} for m in told.values())
