@@ -130,7 +130,7 @@ def _table(table: TextTable) -> list[RenderableType]:
     if not table.rows:
         return [Text.assemble((f"{table.title}: ", "bold"), table.empty), Text("")]
     grid = Table(box=None, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
-    names = {bucket.label: bucket for bucket in MEANING}
+    names = {bucket.label: bucket for bucket in MEANING} if table.header[0] == "bucket" else {}
     for i, name in enumerate(table.header):
         grid.add_column(name, justify="right" if i in table.right else "left", overflow="fold", header_style="dim")
     for row in table.rows:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from journal_pages import Stretch, page
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.goodput.ledger import Ledger
 from ray_goodput.goodput.report import GoodputReport
+from ray_goodput.goodput.run_timeline import place_timelines
 
 BESIDES = [Bucket.DATA_WAIT, Bucket.CKPT_BLOCK, Bucket.EVAL, Bucket.OTHER]
 
@@ -144,3 +147,29 @@ def test_every_rank_second_is_in_one_bucket(seed: int, seal: bool) -> None:
     check(report, h)
     h.lines += [line for s in h.ledger.to_segments() for line in s.data.splitlines()]
     assert Ledger.from_lines(h.lines, h.ledger.target_world).report(at) == report
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32), st.booleans())
+def test_the_timeline_of_every_rank_has_no_holes_and_tells_what_the_sums_tell(seed: int, replay: bool) -> None:
+    h = history(random.Random(seed), seal=replay)
+    ledger = h.ledger
+    if replay:
+        h.lines += [line for s in ledger.to_segments() for line in s.data.splitlines()]
+        ledger = Ledger.from_lines(h.lines, ledger.target_world)
+    report, timeline = ledger.report(), place_timelines(ledger)
+    if report.wall_s <= 0:
+        return
+    sums = np.zeros(len(Bucket))
+    for rank in range(ledger.target_world):
+        spans = [span for r in timeline.ranks if r.world_rank == rank for span in r.spans]
+        assert spans[0].start_s == 500.0
+        assert all(a.end_s == b.start_s for a, b in pairwise(spans))
+        assert spans[-1].end_s == pytest.approx(500.0 + report.wall_s)
+        columns = timeline.columns(rank, 7)
+        assert columns.sum(axis=1) == pytest.approx(report.wall_s / 7)
+        sums += columns.sum(axis=0)
+    # A cell at each end and at the border of what was lost; and what the journals know beyond the last event.
+    room = 1e-6 + ledger.target_world * max(1, len(report.attempts)) + abs(report.imbalance_s)
+    for bucket, seconds in enumerate(sums.tolist()):
+        assert seconds == pytest.approx(report.buckets_s[Bucket(bucket).label], abs=room), Bucket(bucket)
