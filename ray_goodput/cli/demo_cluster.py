@@ -22,6 +22,7 @@ import psutil
 from ray_goodput.errors import RunError
 
 _START_TIMEOUT_S = 60.0
+_STARTED = "Ray runtime started"
 # A lost node is declared dead after 5 refused checks, a second apart (Ray: 3 s), so that a demonstration need not wait.
 _HEAD_ENV = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "5"}
 
@@ -69,6 +70,16 @@ class DemoCluster:
         once may need on a small machine.
         """
         self._add(f"node-{len(self._nodes)}", [f"--address={self.address}", "--num-cpus=1"], {})
+
+    def wait_for_node(self) -> None:
+        """The node added last has said that it runs."""
+        log = self._nodes[-1].local_dir / "start.log"
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while _STARTED not in log.read_text(errors="replace"):
+            self.check()
+            if time.monotonic() > deadline:
+                raise RunError(f"A Ray node did not start within {_START_TIMEOUT_S:.0f} s: {log.read_text()[-500:]}")
+            time.sleep(0.2)
 
     def check(self) -> None:
         """Raises RunError if a node that was not killed is gone."""

@@ -19,6 +19,7 @@ def cluster() -> Iterator[DemoCluster]:
         cluster.start()
         for _ in range(3):
             cluster.add_node()
+            cluster.wait_for_node()
         yield cluster
     finally:
         cluster.close()
