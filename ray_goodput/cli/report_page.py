@@ -19,8 +19,6 @@ from ray_goodput.goodput.metrics_log import MetricsLog, main_metric
 from ray_goodput.goodput.run_view import RunView, commit_ages
 
 COLUMNS = 400
-MAX_ROWS = 32
-"""Ranks with a row of their own in the timeline."""
 _MAX_POINTS = 400
 _MAX_CURVES = 3
 _TICKS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200)
@@ -64,8 +62,7 @@ def render_page(view: RunView) -> str:
     """The page as HTML text."""
     source = files("ray_goodput.cli").joinpath("report_page.html.j2").read_text(encoding="utf-8")
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    shown = _shown_ranks(view)
-    rows = [_row(view, rank) for rank in shown]
+    rows = [_row(view, rank) for rank in view.shown_ranks]
     used = [b for b in Bucket if view.report.buckets_s[b.label] > 0]
     return env.from_string(source).render(
         view=view,
@@ -137,19 +134,6 @@ def _waterfall(view: RunView) -> list[Step]:
         steps.append(step(bucket.label, MEANING[bucket], s, left, COLOUR[bucket]))
     steps.append(step("step", MEANING[Bucket.STEP], view.report.buckets_s["step"], 0.0, COLOUR[Bucket.STEP]))
     return steps
-
-
-def _shown_ranks(view: RunView) -> list[int]:
-    """All ranks, or those that were lost and others spread evenly."""
-    world = view.report.target_world
-    if world <= MAX_ROWS:
-        return list(range(world))
-    lost = dict.fromkeys(rank for incident in view.report.incidents for rank in incident.ranks if rank < world)
-    chosen = set(list(lost)[: MAX_ROWS // 2])
-    for i in range(MAX_ROWS):
-        if len(chosen) < MAX_ROWS:
-            chosen.add(i * world // MAX_ROWS)
-    return sorted(chosen)
 
 
 def _row(view: RunView, rank: int) -> Row:

@@ -99,10 +99,10 @@ def watch(
 def _timeline(view: RunView, width: int, colour: bool) -> list[RenderableType]:
     from rich.text import Text
 
-    ranks = view.report.target_world
+    ranks = view.shown_ranks
     if not ranks or view.timeline.wall_s <= 0:
         return []
-    shown = range(ranks) if ranks <= MAX_ROWS else range(0, ranks, -(-ranks // MAX_ROWS))
+    shown = ranks[:: -(-len(ranks) // MAX_ROWS)]
     num = max(10, min(100, width - 8))
     lines: list[RenderableType] = []
     seen: dict[Bucket, None] = {}

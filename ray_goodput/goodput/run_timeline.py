@@ -6,7 +6,7 @@ What the journals do not cover (before and after them, between attempts, ranks t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,7 +52,7 @@ class RankTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTimeline:
-    """All ranks of a run. sessions: (start, end) of each driver's life; time between them counts as none."""
+    """Ranks of a run. sessions: (start, end) of each driver's life; time between them counts as none."""
 
     sessions: tuple[tuple[float, float], ...]
     ranks: tuple[RankTimeline, ...]
@@ -104,9 +104,12 @@ class RunTimeline:
         return (edges[:-1] + edges[1:]) / 2, steps / (self.wall_s / num)
 
 
-def place_timelines(ledger: Ledger) -> RunTimeline:
-    """The timelines of all ranks as of the ledger's last event; step time that was rolled back shows as `lost`."""
-    target = ledger.target_world
+def place_timelines(ledger: Ledger, of: Collection[int] | None = None) -> RunTimeline:
+    """The timelines of all ranks, or of those named, as of the ledger's last event.
+
+    Step time that was rolled back shows as `lost`.
+    """
+    wanted = range(ledger.target_world) if of is None else sorted(of)
     lives: list[tuple[float, float]] = []
     spans: list[AttemptSpan] = []
     ranks: list[RankTimeline] = []
@@ -117,12 +120,12 @@ def place_timelines(ledger: Ledger) -> RunTimeline:
         spans += attempt_spans(session, end)
         if not session.attempts:
             waiting = (_pure(session.started_at, end, Bucket.STARTUP),)
-            ranks += [RankTimeline(attempt=None, world_rank=r, spans=waiting) for r in range(target)]
+            ranks += [RankTimeline(attempt=None, world_rank=r, spans=waiting) for r in wanted]
     for i, span in enumerate(spans):
         cutoff = min((s.book.began for s in spans[i + 1 :] if s.book.began is not None), default=None)
-        ranks += [_rank(span, world_rank, cutoff) for world_rank in range(span.book.world)]
+        ranks += [_rank(span, world_rank, cutoff) for world_rank in wanted if world_rank < span.book.world]
         idle = (_pure(span.gap_start, span.tail_end, Bucket.IDLE_NODES),)
-        ranks += [RankTimeline(attempt=None, world_rank=r, spans=idle) for r in range(span.book.world, target)]
+        ranks += [RankTimeline(attempt=None, world_rank=r, spans=idle) for r in wanted if r >= span.book.world]
     return RunTimeline(sessions=tuple(lives), ranks=tuple(r for r in ranks if r.spans[0].start_s < r.spans[-1].end_s))
 
 

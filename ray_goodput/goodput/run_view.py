@@ -21,6 +21,9 @@ from ray_goodput.goodput.run_files import RunFiles
 from ray_goodput.goodput.run_measures import RunMeasures, measure_run
 from ray_goodput.goodput.run_timeline import RunTimeline, place_timelines
 
+MAX_SHOWN = 32
+"""Ranks with a timeline in a view."""
+
 
 @dataclass(frozen=True, slots=True)
 class Commit:
@@ -62,11 +65,15 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """One run as of `as_of_s`. advice: the plan from its own figures; None, with the reason, where it cannot be."""
+    """One run as of `as_of_s`. advice: the plan from its own figures; None, with the reason, where it cannot be.
+
+    shown_ranks: those in `timeline`, rank 0 always among them.
+    """
 
     uri: str
     as_of_s: float
     report: GoodputReport
+    shown_ranks: tuple[int, ...]
     timeline: RunTimeline
     commits: tuple[Commit, ...]
     checkpoints: CheckpointFacts
@@ -112,7 +119,8 @@ def view_run(files: RunFiles, *, cost_per_accelerator_hour: float | None = None,
     ledger = Ledger.from_lines(files.lines)
     report = ledger.report()
     body = report.to_dict()
-    timeline = place_timelines(ledger)
+    shown = _shown_ranks(report)
+    timeline = place_timelines(ledger, shown)
     commits = _commits(files.lines)
     measures = measure_run(body, files.lines)
     advice, no_advice = None, ""
@@ -124,6 +132,7 @@ def view_run(files: RunFiles, *, cost_per_accelerator_hour: float | None = None,
         uri=files.uri,
         as_of_s=ledger.last_at,
         report=report,
+        shown_ranks=shown,
         timeline=timeline,
         commits=commits,
         checkpoints=_checkpoints(commits, timeline, measures, report.durable_step),
@@ -144,6 +153,19 @@ def commit_ages(commits: Sequence[Commit], timeline: RunTimeline) -> list[tuple[
         last = at
     corners.append((timeline.wall_s, timeline.wall_s - last))
     return corners
+
+
+def _shown_ranks(report: GoodputReport) -> tuple[int, ...]:
+    """All ranks, or those that were lost and others spread evenly."""
+    world = report.target_world
+    if world <= MAX_SHOWN:
+        return tuple(range(world))
+    lost = dict.fromkeys(rank for incident in report.incidents for rank in incident.ranks if rank < world)
+    chosen = {0, *list(lost)[: MAX_SHOWN // 2]}
+    for i in range(MAX_SHOWN):
+        if len(chosen) < MAX_SHOWN:
+            chosen.add(i * world // MAX_SHOWN)
+    return tuple(sorted(chosen))
 
 
 def _commits(lines: Sequence[bytes]) -> tuple[Commit, ...]:

@@ -14,13 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from ray_goodput.cli.app import app
-from ray_goodput.cli.report_page import MAX_ROWS, render_page
+from ray_goodput.cli.report_page import render_page
 from ray_goodput.cli.report_text import watch
 from ray_goodput.config import StoreSpec
 from ray_goodput.errors import ConfigError, GoodputError, ObjectNotFoundError, StorageError
 from ray_goodput.goodput.ledger import Ledger
 from ray_goodput.goodput.run_files import RunFiles, RunReader
-from ray_goodput.goodput.run_view import RunView, commit_ages, view_run
+from ray_goodput.goodput.run_view import MAX_SHOWN, RunView, commit_ages, view_run
 from ray_goodput.storage import open_store
 from scripted_run import HOSTILE, scripted_ledger, write_run
 
@@ -150,7 +150,7 @@ def test_the_page_fetches_nothing_and_shows_every_rank(run: Path) -> None:
 def test_of_many_ranks_the_page_shows_some_and_those_that_were_lost(tmp_path: Path) -> None:
     html = render_page(view(write_run(tmp_path / "r", world=100)))
     page = parsed(html)
-    assert page.rows == MAX_ROWS and "68 more ranks are not drawn" in html
+    assert page.rows == MAX_SHOWN and "68 more ranks are not drawn" in html
     assert 'title="lost in an incident">3<' in html
     assert len(html) < 500_000
 
