@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from ray_goodput.cli.doctor import doctor
+from ray_goodput.cli.grafana import grafana
 from ray_goodput.cli.mlflow import mlflow
 from ray_goodput.cli.options import AsJson, StorageOptions, parse_options
 from ray_goodput.cli.plan import plan
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 checkpoints = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True)
 app.add_typer(checkpoints, name="checkpoints")
+app.add_typer(grafana, name="grafana")
 app.add_typer(mlflow, name="mlflow")
 app.command("doctor")(doctor)
 app.command("plan")(plan)

@@ -93,8 +93,8 @@ def _try_pyarrow(spec: StoreSpec, store: ObjectStore) -> Finding:
         check="upload checksums",
         level="problem",
         found=f"An upload by pyarrow's S3 client {told}, and the object is not there.",
-        costs="Files that Ray itself, or your own code with pyarrow, writes there are lost without an error. "
-        "GoodputTrainer's own files are not: it uses other clients.",
+        costs="What Ray itself, or your own code with pyarrow, writes there is lost, on some servers without an error. "
+        "GoodputTrainer's own files are safe: it uses other clients.",
         mend="AWS_REQUEST_CHECKSUM_CALCULATION=when_required in the environment of the driver and all nodes.",
         where=store.uri,
     )
