@@ -6,10 +6,12 @@ and the next attempt's `adopt` finishes the upload.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +30,7 @@ from ray_goodput.storage.protocol import ObjectStore
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 8 << 20
+_AFTER_ALL_ATTEMPTS = sys.maxsize
 
 
 class CoordinatorPort(Protocol):
@@ -134,11 +137,15 @@ class CheckpointVault:
                 if old is not None and old < attempt:
                     self._adopt_journal(path, old)
 
-    def forget_run(self) -> None:
-        """Remove this run's slots and journals from the node; local checkpoint copies stay for a later restart."""
+    def end_run(self) -> None:
+        """The run is over: finish what is still staged, and leave nothing of it on this node but the local copies of
+        checkpoints, which make a later restart quick."""
+        self.adopt(_AFTER_ALL_ATTEMPTS)
+        for folder in (*self._journals.glob("attempt-*"), self._journals):
+            _remove_if_empty(folder)
         for root in self._slots:
-            shutil.rmtree(root, ignore_errors=True)
-        shutil.rmtree(self._journals, ignore_errors=True)
+            _remove_if_empty(root)
+            _remove_if_empty(root.parent)
 
     def _adopt_slice(self, staged: StagedSlice) -> None:
         step, world_rank = staged.checkpoint.step, staged.world_rank
@@ -183,6 +190,11 @@ class CheckpointVault:
 
 def journal_path(journals: Path, attempt: int, world_rank: int) -> Path:
     return attempt_dir(journals, attempt) / f"rank-{world_rank:05d}.journal"
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # not empty, or not there
+        folder.rmdir()
 
 
 def _names(folder: Path) -> list[str]:

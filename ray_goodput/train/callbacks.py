@@ -6,6 +6,8 @@ training run.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -13,12 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from ray_goodput.actors.factories import start_vault
 from ray_goodput.actors.names import NAMESPACE, coordinator_name
 from ray_goodput.actors.shard_cache import shard_cache_actor
 from ray_goodput.actors.spec import RunSpec
 from ray_goodput.train.ray_compat import ControllerCallback, WorkerGroupCallback, train_run_id, worker_infos
+
+_END_TIMEOUT_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,12 @@ def _never_raises(hook: Callable[..., Any]) -> Callable[..., Any]:
             return {} if hook.__name__ == "before_init_train_context" else None
 
     return guarded
+
+
+async def _awaited(ref: Any) -> None:
+    """Wait for a call whose failure only matters to the log of the actor (its node may be gone)."""
+    with contextlib.suppress(RayError):
+        await ref
 
 
 class GoodputCallback(WorkerGroupCallback, ControllerCallback):
@@ -79,6 +90,15 @@ class GoodputCallback(WorkerGroupCallback, ControllerCallback):
     @_never_raises
     def after_worker_group_abort(self, worker_group_context: Any) -> None:
         self._coordinator().group_down.remote()
+
+    async def before_controller_shutdown(self) -> None:
+        """The node actors end with this process: before, the vaults finish what is staged and clean up."""
+        try:
+            ends = [asyncio.ensure_future(_awaited(vault.end_run.remote())) for vault, _ in self._node_actors.values()]
+            if ends:
+                await asyncio.wait(ends, timeout=_END_TIMEOUT_S)
+        except Exception:  # whatever our bookkeeping does wrong must not end the run
+            logger.exception("ray_goodput: the vaults could not be told that the run is over.")
 
     def _coordinator(self) -> Any:
         return ray.get_actor(coordinator_name(self._spec.key), namespace=NAMESPACE)

@@ -182,3 +182,13 @@ def test_a_coordinator_that_died_with_its_notes_is_told_again(tmp_path: Path) ->
     assert node.coordinator.log.newest() is None
     node.vault.land_again(10)
     assert node.coordinator.log.newest() is not None
+
+
+def test_the_end_of_a_run_commits_what_was_staged_and_leaves_only_local_copies(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.stage(10, attempt=3)
+    node.vault.end_run()
+    newest = node.coordinator.log.newest()
+    assert newest is not None and newest.checkpoint == CheckpointId(10, 3)
+    assert not node.slots.exists() and not node.journals.exists()
+    assert (node.local / CheckpointId(10, 3).folder / "__0_0.distcp").exists()
