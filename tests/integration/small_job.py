@@ -76,8 +76,8 @@ def train_loop(config: dict[str, Any]) -> str:
     return hashlib.sha256(b"".join(state.values())).hexdigest()
 
 
-def kill_one_worker(observer: Any, seed: int, killed: list[int], stop: threading.Event) -> None:
-    """SIGKILL a random worker at a random moment after the first commit."""
+def kill_once(observer: Any, seed: int, target: str, killed: list[int], stop: threading.Event) -> None:
+    """SIGKILL one process of the run at a random moment after the first commit: a worker, or an actor by its class."""
     chance = random.Random(seed)
     while not stop.wait(0.05):
         status = observer.status()
@@ -87,9 +87,19 @@ def kill_one_worker(observer: Any, seed: int, killed: list[int], stop: threading
         return
     time.sleep(chance.uniform(0.0, 1.5))
     status = observer.status() or status
-    victim = chance.choice(status.workers)
-    os.kill(victim.pid, signal.SIGKILL)
-    killed.append(victim.world_rank)
+    victims = [w.pid for w in status.workers] if target == "worker" else actor_pids(target)
+    victim = chance.choice(victims)
+    os.kill(victim, signal.SIGKILL)
+    killed.append(victim)
+
+
+def actor_pids(class_name: str) -> list[int]:
+    """Processes of the cluster's living actors of one class; Ray names them `ray::Class`."""
+    import psutil
+
+    return [
+        p.pid for p in psutil.process_iter(["cmdline"]) if f"ray::{class_name}" in " ".join(p.info["cmdline"] or [])
+    ]
 
 
 def main() -> None:
@@ -105,6 +115,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--seed", type=int, default=3, help="of the sample order")
     parser.add_argument("--kill", type=int, default=None, help="seed of the moment and the victim")
+    parser.add_argument("--target", default="worker", help="whom to kill: worker, or the class of an actor")
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--skip-restore", action="store_true")
     parser.add_argument("--reproducible", action="store_true")
@@ -153,7 +164,7 @@ def main() -> None:
     stop = threading.Event()
     killer = None
     if args.kill is not None:
-        killer = threading.Thread(target=kill_one_worker, args=(observer, args.kill, killed, stop), daemon=True)
+        killer = threading.Thread(target=kill_once, args=(observer, args.kill, args.target, killed, stop), daemon=True)
         killer.start()
     result = None
     outcome: dict[str, Any] = {}

@@ -36,6 +36,19 @@ def test_a_worker_killed_at_a_random_moment_changes_neither_samples_nor_weights(
     assert_books_balance(killed)
 
 
+@pytest.mark.parametrize("target", ["_VaultProcess", "_CoordinatorProcess", "_ShardCacheProcess"])
+def test_an_actor_killed_at_a_random_moment_is_rebuilt_while_training_goes_on(
+    job: StartJob, undisturbed: Finished, target: str
+) -> None:
+    killed = job(f"killed{target}", "--kill", "7", "--target", target).succeed()
+    assert killed.outcome["killed"], "nothing was killed"
+    assert killed.outcome["goodput"]["attempts"][-1]["attempt"] == 1, "training was restarted"
+    assert killed.outcome["goodput"]["durable_step"] == undisturbed.outcome["goodput"]["durable_step"]
+    assert killed.outcome["weights"] == undisturbed.outcome["weights"]
+    assert_nothing_lost(killed, undisturbed.audit().steps)
+    assert_books_balance(killed)
+
+
 def test_three_ranks_resume_bit_identically_when_reproducible(job: StartJob, undisturbed: Finished) -> None:
     arguments = ("--workers", "3", "--reproducible")
     whole = job("three", *arguments).succeed()
