@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ray_goodput.errors import StorageError
+from ray_goodput.goodput.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,8 @@ class _Attempt:
     commits: list[tuple[int, float]] = field(default_factory=list)
     done: dict[int, float] = field(default_factory=dict)
     resumed: int = 0
+    started_at: float | None = None
+    timeline: Timeline = field(default_factory=Timeline)
 
 
 def measure_run(report: Mapping[str, Any], lines: Iterable[str | bytes] = ()) -> RunMeasures:
@@ -51,7 +54,8 @@ def measure_run(report: Mapping[str, Any], lines: Iterable[str | bytes] = ()) ->
 
     stall: `ckpt_block` a save and rank. interval: median time between commits of an attempt, less the stall.
     latency: median over commits of the time since the step was done on rank 0, less the stall; when a step was done is
-    interpolated between the progress notes of the ledger, so it is known to some seconds only.
+    interpolated between its timeline's cells or the ledger's notes of progress, whichever are more, so it is known to
+    some seconds only.
     restart: mean down time of the incidents that were overcome; without one, the time to start up and load.
 
     Raises:
@@ -104,14 +108,18 @@ def _read(lines: Iterable[str | bytes]) -> dict[int, _Attempt]:
         try:
             body = json.loads(line)
             event = body.get("event")
-            if event not in ("commit", "resumed", "rank"):
+            if event not in ("commit", "resumed", "rank", "timeline"):
                 continue
             attempt = attempts.setdefault(body["attempt"], _Attempt())
             if event == "commit":
                 attempt.commits.append((body["step"], body["at"]))
             elif event == "resumed":
                 attempt.resumed = body["step"]
+            elif event == "timeline":
+                if body["world_rank"] == 0:
+                    attempt.timeline.put(body["cell_s"], body["first"], body["cells"])
             elif body["world_rank"] == 0 and body["started_at"] is not None:
+                attempt.started_at = body["started_at"]
                 if body["first_done_ns"] is not None:
                     attempt.done.setdefault(-1, body["started_at"] + body["first_done_ns"] / 1e9)
                 if body["last_done"] is not None:
@@ -124,7 +132,18 @@ def _read(lines: Iterable[str | bytes]) -> dict[int, _Attempt]:
         if -1 in attempt.done:
             attempt.done.setdefault(attempt.resumed + 1, attempt.done[-1])
             del attempt.done[-1]
+        if attempt.started_at is not None:
+            drawn = _done_by_timeline(attempt.timeline, attempt.started_at, attempt.resumed)
+            attempt.done = max(attempt.done, drawn, key=len)
     return attempts
+
+
+def _done_by_timeline(timeline: Timeline, started_at: float, resumed: int) -> dict[int, float]:
+    """When rank 0 had done a step, for the last one done in each cell."""
+    cells = np.flatnonzero(timeline.steps)
+    reached = resumed + np.cumsum(timeline.steps[cells])
+    times = started_at + (cells + 0.5) * timeline.cell_s  # somewhere in the cell
+    return {int(step): float(at) for step, at in zip(reached, times, strict=True)}
 
 
 def _lateness(attempt: _Attempt) -> list[float]:

@@ -11,6 +11,7 @@ from journal_pages import Stretch, page, steps
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.errors import StorageError
 from ray_goodput.goodput.ledger import Ledger
+from ray_goodput.goodput.run_measures import measure_run
 from ray_goodput.goodput.run_timeline import RunTimeline, place_timelines
 from ray_goodput.goodput.timeline import MAX_CELLS, MAX_RANKS, Timeline, cell_length_s
 
@@ -195,3 +196,20 @@ def test_a_run_without_an_attempt_waits_on_all_ranks() -> None:
     ledger.run_ended(9)
     ranks = place_timelines(ledger).ranks
     assert [(r.attempt, len(r.spans), r.spans[0].shares[B.STARTUP]) for r in ranks] == [(None, 1, 1.0)] * 2
+
+
+def test_the_time_until_a_save_is_durable_is_known_to_a_cell() -> None:
+    ledger = Ledger(1)
+    ledger.run_started(1000)
+    ledger.attempt_started(0, 1, 1000)
+    ledger.rank_hello(0, 0, 1000)
+    script = [part for s in range(1, 101) for part in ((B.STEP, 0.8, s, True), (B.DATA_WAIT, s % 7 / 20, s + 1, False))]
+    ledger.page(page(0, 0, script), at=1100)
+    at = 1000.0
+    for bucket, seconds, step, _ in script:
+        at += seconds
+        if bucket == B.STEP and step % 10 == 0:
+            ledger.commit(step, 0, at + 3.0)
+    ledger.run_ended(1110)
+    lines = [line for s in ledger.to_segments() for line in s.data.splitlines()]
+    assert measure_run(ledger.report().to_dict(), lines).latency_s == pytest.approx(3.0, abs=0.3)
