@@ -161,10 +161,10 @@ def lever_table(view: RunView) -> TextTable:
     rows = []
     for lever in view.advice.levers if view.advice else ():
         now, halved = lever_value(lever, lever.now), lever_value(lever, lever.halved)
-        rows.append((lever.name, f"{now} → {halved}", f"{lever.gain * 100:+.2f} points"))
+        rows.append((lever.name, f"{now} → {halved}", f"{lever.gain * 100:+.2f}"))
     return TextTable(
-        title="What halving would gain",
-        header=("", "now → halved", "gain"),
+        title="Points of goodput from halving",
+        header=("", "now → halved", "points"),
         rows=tuple(rows),
         right=frozenset({1, 2}),
         empty=next_step(view),
