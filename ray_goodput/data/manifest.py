@@ -165,18 +165,7 @@ def build_manifest(
         StorageError: the store cannot be listed or read.
     """
     uri = uri or f"{store.uri.rstrip('/')}/{pattern}"
-    matcher = compile_glob(pattern)
-    num_seen, matching = 0, list[ObjectInfo]()
-    for info in store.list():
-        num_seen += 1
-        if matcher.fullmatch(info.key):
-            matching.append(info)
-    if not matching:
-        found = f"There are {num_seen} objects under {store.uri} and none matches {pattern!r}"
-        raise EmptyDatasetError(
-            f"{found if num_seen else f'There is nothing at {store.uri}'}: correct the dataset's URI {uri}."
-        )
-    matching.sort(key=lambda info: info.key)
+    matching, num_seen = list_matching(store, pattern, uri)
     if isinstance(fmt, GroupingFormat):
         return _grouped(uri, fmt, matching)
     facts = _inspect_all(store, matching, fmt, max_workers)
@@ -196,6 +185,27 @@ def build_manifest(
     )
     logger.info("%s: %d data shards, %d rows", uri, manifest.num_shards, manifest.num_samples)
     return manifest
+
+
+def list_matching(store: ObjectStore, pattern: str, uri: str) -> tuple[list[ObjectInfo], int]:
+    """The objects of `store` that match `pattern`, by key, and how many there are altogether.
+
+    Raises:
+        EmptyDatasetError: none matches; `uri` is what the message calls the dataset.
+    """
+    matcher = compile_glob(pattern)
+    num_seen, matching = 0, list[ObjectInfo]()
+    for info in store.list():
+        num_seen += 1
+        if matcher.fullmatch(info.key):
+            matching.append(info)
+    if not matching:
+        found = f"There are {num_seen} objects under {store.uri} and none matches {pattern!r}"
+        raise EmptyDatasetError(
+            f"{found if num_seen else f'There is nothing at {store.uri}'}: correct the dataset's URI {uri}."
+        )
+    matching.sort(key=lambda info: info.key)
+    return matching, num_seen
 
 
 def _grouped(uri: str, fmt: ShardFormat, infos: Sequence[ObjectInfo]) -> Manifest:

@@ -323,7 +323,9 @@ def _object_info(key: str, info: Mapping[str, Any]) -> ObjectInfo:
     modified_at_s = _seconds(modified)
     etag = next((str(info[name]) for name in _ETAGS if info.get(name)), None)
     if etag is None and modified_at_s is not None:
-        etag = f"mtime-{modified_at_s:.6f}-{size_bytes}"
+        # S3 says whole seconds in one place and milliseconds in another; and CloudStore must find what was pinned here.
+        seconds = f"{int(modified_at_s)}" if "LastModified" in info else f"{modified_at_s:.6f}"
+        etag = f"mtime-{seconds}-{size_bytes}"
     return ObjectInfo(key=key, size_bytes=size_bytes, etag=etag, modified_at_s=modified_at_s)
 
 

@@ -19,6 +19,7 @@ from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.cursor import DataCursor
 from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.loader import Batch
+from ray_goodput.data.waits import observe_waits
 from ray_goodput.errors import ConfigError, SessionError
 from ray_goodput.train import ray_compat, reproducible
 from ray_goodput.train.batch_weight import BatchWeight
@@ -59,12 +60,14 @@ def run_in_session(spec: TrainSpec, train_loop: Callable[[], Any]) -> Any:
     global _current
     worker = open_worker(spec)
     _current = current = Session(spec, worker)
+    observe_waits(lambda: worker.recorder.span(Bucket.DATA_WAIT))
     try:
         value = train_loop()
         current.close()
         return value
     finally:
         _current = None
+        observe_waits(None)
         worker.close()
 
 
