@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
 
-from ray.util import metrics as ray_metrics
+from ray.util.metrics import Gauge
 
-from ray_goodput.goodput.metrics import METRICS, RUN_LABELS, Metric, RunFigures, samples
+from ray_goodput.goodput.metrics import METRICS, RUN_LABELS, RunFigures, samples
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +25,10 @@ class MetricsExporter:
         self._run = run
         self._figures = figures
         self._run_id = run_id
-        self._metrics = {name: _make(metric) for name, metric in METRICS.items()}
-        self._told: dict[tuple[str, str], float] = {}
+        self._gauges = {
+            name: Gauge(name, m.text, tag_keys=(*RUN_LABELS, *([m.label] if m.label else [])))
+            for name, m in METRICS.items()
+        }
         self._stop = threading.Event()
         self._broken = False
 
@@ -45,14 +46,7 @@ class MetricsExporter:
         for sample in samples(self._figures()):
             metric = sample.metric
             tags = labels | ({metric.label: sample.label} if metric.label else {})
-            if metric.kind == "gauge":
-                self._metrics[metric.name].set(sample.value, tags=tags)
-                continue
-            key = (metric.name, sample.label)
-            grown = sample.value - self._told.get(key, 0.0)
-            if grown > 0:  # the first time, what happened before this process: a restarted counter begins at 0
-                self._metrics[metric.name].inc(grown, tags=tags)
-                self._told[key] = sample.value
+            self._gauges[metric.name].set(sample.value, tags=tags)
 
     def _work(self) -> None:
         while not self._stop.wait(_EVERY_S):
@@ -62,8 +56,3 @@ class MetricsExporter:
                 if not self._broken:
                     logger.warning("The run's metrics could not be told to Ray: %r", error)
                 self._broken = True
-
-
-def _make(metric: Metric) -> Any:
-    kind = ray_metrics.Gauge if metric.kind == "gauge" else ray_metrics.Counter
-    return kind(metric.name, metric.text, tag_keys=(*RUN_LABELS, *([metric.label] if metric.label else [])))

@@ -67,7 +67,7 @@ ALERTS = (
     ),
     Alert(
         name="GoodputCrashLoop",
-        expr=f"sum {BY_RUN} (increase({series('goodput_incidents')}[1h])) > 3",
+        expr=f"sum {BY_RUN} (increase({series('goodput_incidents_total')}[1h])) > 3",
         held="0m",
         severity="warning",
         what=f"{_RUN} was interrupted {{{{ $value | humanize }}}} times within an hour",
@@ -99,7 +99,7 @@ ALERTS = (
     ),
     Alert(
         name="GoodputSavesSkipped",
-        expr=f"sum {BY_RUN} (increase({series('goodput_saves_skipped')}[30m])) > 3",
+        expr=f"sum {BY_RUN} (increase({series('goodput_saves_skipped_total')}[30m])) > 3",
         held="0m",
         severity="warning",
         what=f"{_RUN} skipped {{{{ $value | humanize }}}} saves in half an hour: uploads are slower than the interval",

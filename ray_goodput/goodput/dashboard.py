@@ -36,7 +36,7 @@ def dashboard() -> dict[str, Any]:
                 _stat("Ranks", _now("goodput_ranks"), "short"),
                 _stat("Step", _now("goodput_step"), "short"),
                 _stat("Age of the newest commit", _now("goodput_checkpoint_age_seconds"), "s", worst=(1800, 3600)),
-                _stat("Interruptions", _total("goodput_incidents"), "short", worst=(1, 5)),
+                _stat("Interruptions", _total("goodput_incidents_total"), "short", worst=(1, 5)),
             ),
         ),
         (
@@ -69,14 +69,14 @@ def dashboard() -> dict[str, Any]:
                 _graph(
                     "Interruptions and lost steps in an hour",
                     "short",
-                    ("{{kind}}", f"sum by (kind) (increase({series('goodput_incidents')}{_SELECT}[1h]))"),
-                    ("lost steps", f"sum(increase({series('goodput_steps_lost')}{_SELECT}[1h]))"),
+                    ("{{kind}}", f"sum by (kind) (increase({series('goodput_incidents_total')}{_SELECT}[1h]))"),
+                    ("lost steps", f"sum(increase({series('goodput_steps_lost_total')}{_SELECT}[1h]))"),
                 ),
                 _graph(
                     "Saves in an hour",
                     "short",
-                    ("durable", f"sum(increase({series('goodput_commits')}{_SELECT}[1h]))"),
-                    ("skipped", f"sum(increase({series('goodput_saves_skipped')}{_SELECT}[1h]))"),
+                    ("durable", f"sum(increase({series('goodput_commits_total')}{_SELECT}[1h]))"),
+                    ("skipped", f"sum(increase({series('goodput_saves_skipped_total')}{_SELECT}[1h]))"),
                 ),
             ),
         ),
@@ -134,7 +134,7 @@ def _annotation() -> dict[str, Any]:
         "datasource": _SOURCE,
         "enable": True,
         "iconColor": "red",
-        "expr": f"sum by (kind) (increase({series('goodput_incidents')}{_SELECT}[1m])) > 0",
+        "expr": f"sum by (kind) (increase({series('goodput_incidents_total')}{_SELECT}[1m])) > 0",
         "titleFormat": "{{kind}}",
         "step": "60s",
     }

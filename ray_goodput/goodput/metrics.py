@@ -1,7 +1,7 @@
 """What Prometheus is told about a run: names, kinds, units, and values from the run's figures. Pure, no Ray.
 
-Names follow the field's rules: base units as suffix, `_ratio` for shares, `_total` for counters; Ray adds the prefix
-`ray_`, and `_total` to a counter. Labels are bounded: 14 buckets, a handful of incident kinds, nothing by rank or node.
+Names follow the field's rules: base units as suffix, `_ratio` for shares, `_total` for what only grows; Ray adds the
+prefix `ray_`. Labels are bounded: 14 buckets, a handful of incident kinds, nothing by rank or node.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ray_goodput.core.budget import FailureKind
 from ray_goodput.goodput.report import GoodputReport
 
 RUN_LABELS = ("ray_train_run_name", "ray_train_run_id")
@@ -21,7 +22,11 @@ PREFIX = "ray_goodput_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One metric. name: without Ray's prefix and without `_total`. label: the one label besides the run's."""
+    """One metric. name: without Ray's prefix. label: the one label besides the run's.
+
+    A counter tells its total from 0 on. Ray's own `Counter` cannot be 0, so its first growth would be invisible to
+    `increase()`, and begins anew with each life of the process; so counters are exported through gauges.
+    """
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -31,7 +36,7 @@ class Metric:
     @property
     def series(self) -> str:
         """The name in Prometheus."""
-        return f"ray_{self.name}{'_total' if self.kind == 'counter' else ''}"
+        return f"ray_{self.name}"
 
 
 METRICS = {
@@ -61,10 +66,12 @@ METRICS = {
             kind="gauge",
             text="Time since the newest commit or, before the first, since the run was taken up.",
         ),
-        Metric(name="goodput_commits", kind="counter", text="Checkpoints that became durable."),
-        Metric(name="goodput_saves_skipped", kind="counter", text="Saves left out because both slots were taken."),
-        Metric(name="goodput_incidents", kind="counter", text="Interruptions of the run.", label="kind"),
-        Metric(name="goodput_steps_lost", kind="counter", text="Steps rolled back."),
+        Metric(name="goodput_commits_total", kind="counter", text="Checkpoints that became durable."),
+        Metric(
+            name="goodput_saves_skipped_total", kind="counter", text="Saves left out because both slots were taken."
+        ),
+        Metric(name="goodput_incidents_total", kind="counter", text="Interruptions of the run.", label="kind"),
+        Metric(name="goodput_steps_lost_total", kind="counter", text="Steps rolled back."),
     )
 }
 
@@ -85,7 +92,7 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A value of a metric. Counters tell their total, not their growth."""
+    """A value of a metric."""
 
     metric: Metric
     value: float
@@ -108,13 +115,15 @@ def samples(figures: RunFigures) -> Iterator[Sample]:
         "goodput_step": figures.step,
         "goodput_durable_step": figures.committed_step,
         "goodput_checkpoint_age_seconds": figures.commit_age_s,
-        "goodput_commits": figures.commits,
-        "goodput_saves_skipped": figures.saves_skipped,
-        "goodput_steps_lost": sum(i.steps_lost for i in report.incidents),
+        "goodput_commits_total": figures.commits,
+        "goodput_saves_skipped_total": figures.saves_skipped,
+        "goodput_steps_lost_total": sum(i.steps_lost for i in report.incidents),
     }
     for name, value in single.items():
         yield Sample(METRICS[name], float(value))
     for bucket, seconds in report.buckets_s.items():
         yield Sample(METRICS["goodput_rank_seconds"], seconds, bucket)
-    for kind, count in Counter(i.kind for i in report.incidents).items():
-        yield Sample(METRICS["goodput_incidents"], float(count), kind)
+    kinds = Counter({kind.value: 0 for kind in FailureKind})
+    kinds.update(i.kind for i in report.incidents)
+    for kind, count in kinds.items():
+        yield Sample(METRICS["goodput_incidents_total"], float(count), kind)

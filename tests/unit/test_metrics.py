@@ -42,7 +42,9 @@ def figures(*, incidents: int = 1, commits: int = 3) -> RunFigures:
 
 def test_names_have_base_units_and_no_name_is_used_twice() -> None:
     for metric in METRICS.values():
-        assert re.fullmatch(r"goodput_[a-z_]+", metric.name) and not metric.name.endswith("_total")
+        assert re.fullmatch(r"goodput_[a-z_]+", metric.name) and metric.name.endswith("_total") == (
+            metric.kind == "counter"
+        )
         assert metric.text.endswith(".")
         assert not re.search(r"_(ms|minutes|hours|percent|s)$", metric.name)
     assert len({m.series for m in METRICS.values()}) == len(METRICS)
@@ -59,47 +61,44 @@ def test_the_values_are_the_reports_own() -> None:
     f = figures()
     found = {(s.metric.name, s.label): s.value for s in samples(f)}
     assert found["goodput_overall_ratio", ""] == f.report.overall
-    assert found["goodput_incidents", "worker"] == 1 and found["goodput_steps_lost", ""] == 9
+    assert found["goodput_incidents_total", "worker"] == 1 and found["goodput_steps_lost_total", ""] == 9
+    assert found["goodput_incidents_total", "preemption"] == 0, "a series begins at 0, or its first growth is not seen"
     buckets = {label: value for (name, label), value in found.items() if name == "goodput_rank_seconds"}
     assert buckets == f.report.buckets_s
     assert sum(buckets.values()) == pytest.approx(f.report.target_world * f.report.wall_s + f.report.imbalance_s)
 
 
 class Recorded:
-    """In place of Ray's classes: what was set and by how much it was raised."""
+    """In place of Ray's gauge: what was set."""
 
     def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
-        self.name, self.tag_keys = name, tag_keys
+        self.tag_keys = tag_keys
         self.values: dict[tuple[str, ...], list[float]] = {}
 
     def set(self, value: float, tags: dict[str, str]) -> None:
         assert set(tags) == set(self.tag_keys), "Ray wants all declared tags"
         self.values.setdefault(tuple(tags.values()), []).append(value)
 
-    inc = set
-
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(metrics_export.ray_metrics, "Gauge", Recorded)
-    monkeypatch.setattr(metrics_export.ray_metrics, "Counter", Recorded)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_export, "Gauge", Recorded)
 
 
-def test_counters_grow_by_what_is_new_and_carry_the_runs_labels(recorded: None) -> None:
+def test_every_sample_is_told_with_the_runs_labels(recorded: None) -> None:
     now = [figures()]
     exporter = MetricsExporter("llm", lambda: now[0], lambda: "abc")
     exporter.export()
-    exporter.export()
     now[0] = figures(commits=5)
     exporter.export()
-    told: Any = exporter._metrics
-    assert told["goodput_commits"].values == {("llm", "abc"): [3.0, 2.0]}
-    assert told["goodput_incidents"].values == {("llm", "abc", "worker"): [1.0]}
-    assert len(told["goodput_overall_ratio"].values["llm", "abc"]) == 3
+    told: Any = exporter._gauges
+    assert told["goodput_commits_total"].values == {("llm", "abc"): [3.0, 5.0]}
+    assert told["goodput_incidents_total"].values["llm", "abc", "worker"] == [1.0, 1.0]
+    assert all(m.values for m in told.values())
 
 
 def test_nothing_is_told_before_ray_train_has_named_the_run(recorded: None) -> None:
     exporter = MetricsExporter("llm", figures)
     exporter.export()
-    told: Any = exporter._metrics
+    told: Any = exporter._gauges
     assert all(m.values == {} for m in told.values())
