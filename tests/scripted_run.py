@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 
 from journal_pages import Stretch, page, steps
 from ray_goodput.core.buckets import Bucket
-from ray_goodput.goodput.ledger import Ledger
+from ray_goodput.goodput.ledger import Ledger, LedgerSegment
 from ray_goodput.goodput.metrics_log import MetricsLog, object_name
 
 START_S = 1_760_000_000.0
@@ -38,7 +39,7 @@ def scripted_ledger(*, world: int = 12, ended: bool = True) -> Ledger:
 def write_run(folder: Path, *, world: int = 12, ended: bool = True) -> Path:
     """The folder of that run, with its six segments and three curves."""
     (folder / "ledger").mkdir(parents=True)
-    for segment in scripted_ledger(world=world, ended=ended).to_segments():
+    for segment in _segments(world, ended):
         (folder / "ledger" / segment.name).write_bytes(segment.data)
     for attempt, (first, last) in enumerate([(1, 605), (551, 900), (901, 1500)], 1):
         log = MetricsLog(attempt)
@@ -48,6 +49,11 @@ def write_run(folder: Path, *, world: int = 12, ended: bool = True) -> Path:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(log.to_bytes())
     return folder
+
+
+@cache
+def _segments(world: int, ended: bool) -> tuple[LedgerSegment, ...]:
+    return scripted_ledger(world=world, ended=ended).to_segments()
 
 
 def _attempt(

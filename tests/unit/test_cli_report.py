@@ -30,6 +30,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "llm-1")
 
 
+@pytest.fixture(scope="module")
+def seen(run: Path) -> RunView:
+    return view(run)
+
+
 def reader(folder: Path) -> RunReader:
     return RunReader(open_store(StoreSpec(uri=str(folder))))
 
@@ -73,8 +78,7 @@ def test_the_cost_is_that_of_all_rank_time(run: Path) -> None:
     assert f"{seen.cost.wasted:,.2f}" in render_page(seen)
 
 
-def test_the_age_of_the_newest_commit_is_a_saw_over_the_runs_time(run: Path) -> None:
-    seen = view(run)
+def test_the_age_of_the_newest_commit_is_a_saw_over_the_runs_time(seen: RunView) -> None:
     corners = commit_ages(seen.commits, seen.timeline)
     assert len(corners) == 2 * len(seen.commits) + 2
     assert [at for at, _ in corners] == sorted(at for at, _ in corners)
@@ -98,8 +102,8 @@ def test_a_driver_that_was_away_counts_no_time() -> None:
     assert "Time between two drivers is left out" in render_page(seen)
 
 
-def test_a_text_with_markup_in_it_stays_a_text(run: Path) -> None:
-    html = render_page(view(run))
+def test_a_text_with_markup_in_it_stays_a_text(run: Path, seen: RunView) -> None:
+    html = render_page(seen)
     assert "<script" not in html and "&lt;script&gt;alert(1)&lt;/script&gt;" in html
     assert "[red]was[/red]" in report(run)
     (row,) = [line for line in report(run, "--md").splitlines() if "alert" in line]
@@ -163,14 +167,15 @@ def test_a_run_still_going_on_says_so_and_has_no_end(tmp_path: Path) -> None:
         assert "still going on" in look
 
 
-def test_a_ledger_alone_is_enough(run: Path, tmp_path: Path) -> None:
+def test_a_ledger_alone_is_enough(run: Path, seen: RunView, tmp_path: Path) -> None:
     """A copy of the folder `ledger`, and a run whose metrics are damaged: the accounts are all there."""
-    assert view(run / "ledger").report == view(run).report
+    alone = view(run / "ledger")
+    assert alone.report == seen.report and alone.metrics == ()
+    assert parsed(render_page(alone)).rows == 12
     damaged = write_run(tmp_path / "r")
     (damaged / "metrics" / "attempt-0002.jsonl").write_text("{")
-    seen = view(damaged)
-    assert seen.report.overall == view(run).report.overall and [m.attempt for m in seen.metrics] == [1, 3]
-    assert parsed(render_page(view(run / "ledger"))).rows == 12
+    rest = view(damaged)
+    assert rest.report == seen.report and [m.attempt for m in rest.metrics] == [1, 3]
 
 
 def test_a_run_that_has_only_begun_has_a_report() -> None:
@@ -185,7 +190,7 @@ def test_a_run_that_has_only_begun_has_a_report() -> None:
     assert "no advice" in render_page(begun)
 
 
-def test_a_metric_that_is_not_finite_is_marked(run: Path, tmp_path: Path) -> None:
+def test_a_metric_that_is_not_finite_is_marked(seen: RunView, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
     path = folder / "metrics" / "attempt-0003.jsonl"
     lines = path.read_text().splitlines()
@@ -193,7 +198,7 @@ def test_a_metric_that_is_not_finite_is_marked(run: Path, tmp_path: Path) -> Non
     lines[half:] = [re.sub(r'"loss":[0-9.e-]+', '"loss":null', line) for line in lines[half:]]
     path.write_text("\n".join(lines) + "\n")
     assert "not a number from here" in render_page(view(folder))
-    assert "not a number from here" not in render_page(view(run))
+    assert "not a number from here" not in render_page(seen)
 
 
 def spoiled(folder: Path, how: str) -> Path:
@@ -274,18 +279,18 @@ def test_watching_shows_new_segments_until_the_run_ends(tmp_path: Path) -> None:
 
     arrive()
     source = reader(going_on)
-    seen: list[int] = []
+    read_lines: list[int] = []
 
     def read() -> RunView:
-        seen.append(len(source.read().lines))
-        if len(seen) == 3:
+        read_lines.append(len(source.read().lines))
+        if len(read_lines) == 3:
             raise StorageError("The storage is away.")
         return view_run(source.read())
 
     out = io.StringIO()
     last = watch(read, Console(file=out, width=100, force_terminal=True), arrive, 0.1)
     assert last.report.finished and last.report == view(whole).report
-    assert len(seen) == 6 and seen == sorted(set(seen))
+    assert len(read_lines) == 6 and read_lines == sorted(set(read_lines))
     assert "The storage is away." in out.getvalue()
 
 
