@@ -2,7 +2,8 @@
 
     import ray_goodput as rg
 
-Importing starts nothing and is fast: a name's module (and torch and ray behind it) is imported when the name is first used.
+Importing starts nothing and is fast: a name's module (and torch and ray behind it) is imported when the name is first
+used.
 The map of the package is in README.md beside this file.
 """
 
@@ -12,11 +13,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ray_goodput.checkpoint.folders import latest_complete as latest_complete
+    from ray_goodput.checkpoint.storage_reader import StorageReader as StorageReader
+    from ray_goodput.checkpoint.writer import StorageWriter as StorageWriter
     from ray_goodput.config import CheckpointConfig as CheckpointConfig
     from ray_goodput.config import FailureBudget as FailureBudget
     from ray_goodput.config import MlflowConfig as MlflowConfig
     from ray_goodput.data.dataset import ShardedDataset as ShardedDataset
+    from ray_goodput.data.file_dataset import FileDataset as FileDataset
+    from ray_goodput.data.formats import RawFilesFormat as RawFilesFormat
+    from ray_goodput.data.formats import TokenFormat as TokenFormat
     from ray_goodput.data.loader import Batch as Batch
+    from ray_goodput.data.torch_loader import DataLoader as DataLoader
     from ray_goodput.errors import GoodputError as GoodputError
     from ray_goodput.train.session import session as session
     from ray_goodput.train.trainer import GoodputTrainer as GoodputTrainer
@@ -26,11 +34,18 @@ __version__ = "0.1.0"
 _HOME = {
     "Batch": "ray_goodput.data.loader",
     "CheckpointConfig": "ray_goodput.config",
+    "DataLoader": "ray_goodput.data.torch_loader",
     "FailureBudget": "ray_goodput.config",
+    "FileDataset": "ray_goodput.data.file_dataset",
     "GoodputError": "ray_goodput.errors",
     "GoodputTrainer": "ray_goodput.train.trainer",
     "MlflowConfig": "ray_goodput.config",
+    "RawFilesFormat": "ray_goodput.data.formats",
     "ShardedDataset": "ray_goodput.data.dataset",
+    "StorageReader": "ray_goodput.checkpoint.storage_reader",
+    "StorageWriter": "ray_goodput.checkpoint.writer",
+    "TokenFormat": "ray_goodput.data.formats",
+    "latest_complete": "ray_goodput.checkpoint.folders",
     "session": "ray_goodput.train.session",
 }
 

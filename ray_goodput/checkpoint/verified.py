@@ -27,11 +27,12 @@ class VerifiedReader(StorageReader):
     """Reads through `open_object(name) -> Path`, which must give a local file whose checksum was verified.
 
     Works with `dcp.load(state, storage_reader=VerifiedReader(source.path))` and any load planner: object leaves are
-    checked with `weights_only=True` before the planner sees them.
+    checked with `weights_only=True` before the planner sees them, unless told not to.
     """
 
-    def __init__(self, open_object: Callable[[str], Path]) -> None:
+    def __init__(self, open_object: Callable[[str], Path], *, weights_only: bool = True) -> None:
         super().__init__()
+        self._weights_only = weights_only
         self._open_object = open_object
         self._load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
@@ -40,6 +41,7 @@ class VerifiedReader(StorageReader):
 
     def reset(self, checkpoint_id: Any = None) -> None:
         self._files.clear()
+        self._metadata = None
         self._load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -74,7 +76,8 @@ class VerifiedReader(StorageReader):
             for item in sorted(plan.items, key=self._place):
                 if item.type == LoadItemType.BYTE_IO:
                     data = bytes(self.record_bytes(item.storage_index))
-                    load_object(item.storage_index.fqn, data)
+                    if self._weights_only:
+                        load_object(item.storage_index.fqn, data)
                     planner.load_bytes(item, io.BytesIO(data))
                 else:
                     self._read_tensor(item, planner)

@@ -30,12 +30,19 @@ def test_the_public_names_are_exactly_these() -> None:
     assert sorted(rg.__all__) == [
         "Batch",
         "CheckpointConfig",
+        "DataLoader",
         "FailureBudget",
+        "FileDataset",
         "GoodputError",
         "GoodputTrainer",
         "MlflowConfig",
+        "RawFilesFormat",
         "ShardedDataset",
+        "StorageReader",
+        "StorageWriter",
+        "TokenFormat",
         "__version__",
+        "latest_complete",
         "session",
     ]
     assert set(rg.__all__) <= set(dir(rg))
