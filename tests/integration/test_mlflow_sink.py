@@ -7,14 +7,18 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from mlflow_server import MlflowServer
+from ray_goodput.cli.app import app
 from ray_goodput.config import MlflowConfig, StoreSpec
 from ray_goodput.goodput.mlflow_sink import MlflowSink, send_spools
+from ray_goodput.goodput.mlflow_spool import SpoolHead, to_bytes
 from ray_goodput.goodput.mlflow_values import Points, training_points
 from ray_goodput.storage import ObjectStore, open_store
 
@@ -156,6 +160,23 @@ def test_a_spool_left_behind_can_be_sent_by_hand(server: MlflowServer, client: A
     assert run.info.status == "KILLED" and run.info.run_name == "by hand" and run.data.params == {"lr": "1"}
     assert run.data.metrics["goodput/overall"] == 0.9
     assert send_spools(store, tracking_uri=server.uri) == []
+
+
+def test_the_command_sends_what_is_left_and_says_so(
+    server: MlflowServer, client: Any, store: ObjectStore, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    head = SpoolHead(tracking_uri="http://127.0.0.1:9", experiment="tests", run_key="told-key", run_name="told")
+    store.put("mlflow/spool-1.jsonl", to_bytes(replace(head, status="FAILED", ended_at_ms=9), [goodput(3, 0.9)]))
+    run_folder = str(tmp_path / "run")
+    refused = CliRunner().invoke(app, ["mlflow", "send", run_folder])
+    assert refused.exit_code == 1 and "it stays where it is" in str(refused.exception)
+    arguments = ["mlflow", "send", run_folder, "--tracking-uri", server.uri, "--json"]
+    capfd.readouterr()
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    (sent,) = json.loads(capfd.readouterr().out)["sent"]
+    assert sent["points"] == 1 and the_run(client, "told").info.status == "FAILED"
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert json.loads(capfd.readouterr().out)["sent"] == []
 
 
 def test_points_that_the_server_refuses_do_not_hold_up_the_rest(server: MlflowServer, client: Any) -> None:
