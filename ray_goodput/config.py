@@ -109,7 +109,7 @@ class MlflowConfig:
     log_training_metrics: whether the numbers given to `run.step` are sent, too.
     """
 
-    tracking_uri: str
+    tracking_uri: str = field(repr=False)  # may hold a password
     experiment: str
     run_name: str | None = None
     tags: Mapping[str, str] | None = None

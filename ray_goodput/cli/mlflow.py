@@ -32,6 +32,7 @@ def send(
     from ray_goodput.cli.stdout import only_ours
     from ray_goodput.config import StoreSpec
     from ray_goodput.goodput.mlflow_artifacts import run_artifacts
+    from ray_goodput.goodput.mlflow_run import message_of
     from ray_goodput.goodput.mlflow_sink import send_spools
     from ray_goodput.storage import open_store
 
@@ -42,7 +43,8 @@ def send(
         except GoodputError:
             raise
         except Exception as error:  # MLflow's own and whatever its client's transport raises
-            raise StorageError(f"MLflow did not take what is left of the run, it stays where it is: {error}") from error
+            why = message_of(error, tracking_uri or "")
+            raise StorageError(f"MLflow did not take what is left of the run, it stays where it is: {why}") from None
         if as_json:
             print(json.dumps({"uri": uri, "sent": sent}), file=out)
             return

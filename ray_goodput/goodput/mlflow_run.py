@@ -152,6 +152,13 @@ def without_credentials(uri: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rsplit("@", 1)[1]))
 
 
+def message_of(error: BaseException, uri: str) -> str:
+    """The error in one line, without the credentials of `uri`, which MLflow repeats in its own messages."""
+    credentials, at, _ = urlsplit(uri).netloc.rpartition("@")
+    text = " ".join(str(error).split())
+    return (text.replace(f"{credentials}@", "") if at else text)[:300]
+
+
 def _origin() -> dict[str, str]:
     """Who began the run, and with what, in MLflow's own tags; they are what its lists show."""
     tags = {"mlflow.source.name": Path(sys.argv[0]).name or "python", "mlflow.source.type": "LOCAL"}

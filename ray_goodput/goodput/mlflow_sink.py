@@ -21,6 +21,7 @@ from ray_goodput.goodput.mlflow_run import (
     MlflowRun,
     impatient,
     is_permanent,
+    message_of,
     without_credentials,
 )
 from ray_goodput.goodput.mlflow_spool import FOLDER, Spool, SpoolHead, from_bytes, to_bytes
@@ -184,7 +185,10 @@ class MlflowSink:
             for name, data in end.artifacts().items():
                 self._run.log_artifact(name, data)
         except Exception as error:  # an artefact store of any kind is behind it, and may need other credentials
-            logger.warning("The run's report and ledger are not in MLflow, its metrics and status are: %s", error)
+            logger.warning(
+                "The run's report and ledger are not in MLflow, its metrics and status are: %s",
+                message_of(error, self._uri),
+            )
         return True
 
     def _load_earlier(self) -> None:
@@ -209,7 +213,7 @@ class MlflowSink:
                 self._spool.put_back(batch)
                 return False
         self._run = None
-        logger.warning("MLflow refused %d points, which are left out: %s", len(batch), error)
+        logger.warning("MLflow refused %d points, which are left out: %s", len(batch), message_of(error, self._uri))
         return True
 
     def _failed(self, error: Exception) -> None:
@@ -218,7 +222,7 @@ class MlflowSink:
             logger.warning(
                 "MLflow at %s does not take the run's metrics; they wait, and training goes on: %s",
                 self._head.tracking_uri,
-                " ".join(str(error).split())[:300],
+                message_of(error, self._uri),
             )
 
     def _recovered(self) -> None:

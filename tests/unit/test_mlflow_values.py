@@ -14,6 +14,7 @@ from journal_pages import page, steps
 from ray_goodput.config import MlflowConfig
 from ray_goodput.errors import ConfigError, StorageError
 from ray_goodput.goodput.ledger import Ledger
+from ray_goodput.goodput.mlflow_run import message_of, without_credentials
 from ray_goodput.goodput.mlflow_spool import Spool, SpoolHead, from_bytes, to_bytes
 from ray_goodput.goodput.mlflow_values import Points, flat_params, goodput_points, metric_name, training_points
 
@@ -164,3 +165,13 @@ def test_a_configuration_that_makes_no_sense_is_refused() -> None:
         MlflowConfig(tracking_uri="http://x", experiment="")
     with pytest.raises(ConfigError, match=r"ray_goodput\.step"):
         MlflowConfig(tracking_uri="http://x", experiment="e", tags={"ray_goodput.step": "1"})
+
+
+def test_a_password_in_the_servers_url_is_never_shown() -> None:
+    uri = "https://me:s3cret@mlflow:5000/x"
+    assert without_credentials(uri) == "https://mlflow:5000/x"
+    assert without_credentials("sqlite:///a.db") == "sqlite:///a.db"
+    assert "s3cret" not in repr(MlflowConfig(tracking_uri=uri, experiment="e"))
+    error = RuntimeError(f"API request to {uri}/api failed\nbadly")
+    assert message_of(error, uri) == "API request to https://mlflow:5000/x/api failed badly"
+    assert message_of(error, "http://other") == f"API request to {uri}/api failed badly"
