@@ -17,7 +17,7 @@ from ray_goodput.actors.metrics_store import MetricsStore
 from ray_goodput.actors.metrics_tail import MetricsNews, MetricsTail
 from ray_goodput.clock import Clock
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
-from ray_goodput.core.run_state import Resume, RunStatus, WorkerInfo
+from ray_goodput.core.run_state import HeartbeatAnswer, Resume, RunStatus, WorkerInfo
 from ray_goodput.errors import GoodputError
 from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.goodput.metrics import RunFigures
@@ -70,6 +70,7 @@ class RunCoordinator:
         self._num_commits = 0
         self._train_run_id = ""
         self._gave_up: str | None = None
+        self._draining = False
         self._prune = threading.Event()
         self._flush = threading.Event()
         self._stop = threading.Event()
@@ -119,9 +120,10 @@ class RunCoordinator:
 
     def heartbeat(
         self, attempt: int, world_rank: int, page: JournalPage, metrics: Sequence[tuple[int, dict[str, float]]]
-    ) -> int | None:
-        """Time a rank spent since its last heartbeat; answers with the journal record wanted next."""
+    ) -> HeartbeatAnswer:
+        """Time a rank spent since its last heartbeat."""
         with self._lock:
+            drain = self._draining
             for step, values in metrics:
                 self._history[step] = values
                 self._step = max(self._step, step) if attempt == self._attempt else self._step
@@ -129,7 +131,12 @@ class RunCoordinator:
                 self._history.pop(next(iter(self._history)))
         self._metrics.add(attempt, metrics)
         self._tail.add(attempt, self._clock.at_s(), metrics)
-        return self._ledger.add_page(page)
+        return HeartbeatAnswer(self._ledger.add_page(page), drain)
+
+    def request_drain(self) -> None:
+        """All ranks save at one of their next steps and leave their loops; told to them by their heartbeats."""
+        with self._lock:
+            self._draining = True
 
     def journal_tail(self, attempt: int, world_rank: int, page: JournalPage) -> None:
         """What a dead rank's journal held, read from its node's disk."""

@@ -15,6 +15,15 @@ class WorkerInfo:
     node_ip: str
 
 
+@dataclass(frozen=True, slots=True)
+class HeartbeatAnswer:
+    """What the coordinator tells a rank once a second: the journal record it wants next, and whether to save and
+    leave."""
+
+    next_record: int
+    drain: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
     """Where an attempt began: after `step` (-1: from scratch), read from `tier` ("local", "storage" or "none")."""

@@ -288,8 +288,11 @@ class Session:
             with self._recorder.span(Bucket.CKPT_BLOCK):
                 self._prepare_saves()
         if agreed.save:
-            self._save(must=False)
-        self._control.post(Decisions(save=self._saver.due(self._step + 1), stop=self._saver.stop_requested))
+            self._save(must=agreed.stop)
+        drain = self._worker.draining.is_set()
+        self._control.post(
+            Decisions(save=drain or self._saver.due(self._step + 1), stop=drain or self._saver.stop_requested)
+        )
 
     def save(self) -> None:
         """The state after the last step is staged on every rank, waiting for a slot if need be; its upload goes on

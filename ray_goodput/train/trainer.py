@@ -31,6 +31,7 @@ from ray_goodput.goodput.report import GoodputReport, render_table
 from ray_goodput.storage import open_store
 from ray_goodput.train.callbacks import GoodputCallback
 from ray_goodput.train.datasets import prepare_dataset
+from ray_goodput.train.drain import EXIT_CODE_DRAINED, DrainOnSigterm
 from ray_goodput.train.mlflow_feed import MlflowFeed
 from ray_goodput.train.policies import FreshElasticScalingPolicy, ProgressFailurePolicy
 from ray_goodput.train.ray_compat import TrainingFailedError, goodput_error_in
@@ -74,6 +75,10 @@ class GoodputTrainer(TorchTrainer):
     sample_log: write the ids of the samples of every step to the run's storage (for tests and audits; it costs time).
     apply_batch_weight: scale gradients by `batch.weight` when the ranks' batches differ in size, so that their average
         is the gradient of the global batch.
+
+    SIGTERM to the driver (`ray job stop`, a cluster manager) drains the run: all ranks save at their next step, the
+    commit is awaited, and the driver exits with code 143. A second SIGTERM ends it at once. The same script goes on
+    from there.
 
     Raises (from `fit`):
         GoodputError: bad input, in one sentence; nothing was started or half-written.
@@ -145,7 +150,10 @@ class GoodputTrainer(TorchTrainer):
         status: Status = "FAILED"
         feed = self._start_mlflow(coordinator)
         try:
-            result = super().fit()
+            with DrainOnSigterm(coordinator) as drain:
+                result = super().fit()
+            if drain.requested:
+                raise SystemExit(EXIT_CODE_DRAINED)
             status = "FINISHED"
         except (KeyboardInterrupt, SystemExit):  # Ray turns SIGTERM into the latter
             status = "KILLED"

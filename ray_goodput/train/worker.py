@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from ray_goodput.actors.remote import RemoteProxy
 from ray_goodput.actors.vault import journal_path
 from ray_goodput.clock import Clock, SystemClock
 from ray_goodput.config import environment
-from ray_goodput.core.run_state import WorkerInfo
+from ray_goodput.core.run_state import HeartbeatAnswer, WorkerInfo
 from ray_goodput.errors import SessionError
 from ray_goodput.goodput.journal import JournalPage, JournalWriter
 from ray_goodput.goodput.recorder import Recorder
@@ -34,7 +35,7 @@ _ACTOR_WAIT_S = 60.0
 
 @dataclass(kw_only=True)
 class WorkerContext:
-    """Made by `open_worker`; `close` ends the journal."""
+    """Made by `open_worker`; `close` ends the journal. `draining` is set once the coordinator wants the run to end."""
 
     world: World
     attempt: int
@@ -47,6 +48,7 @@ class WorkerContext:
     shard_cache: Any
     recorder: Recorder
     metrics: MetricsBuffer
+    draining: threading.Event
     clock: Clock = field(default_factory=SystemClock)
 
     def close(self) -> None:
@@ -71,14 +73,18 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
     attempt = world.broadcast(coordinator.join_attempt(infos) if world.world_rank == 0 else None)
     local_dir = environment().local_dir
     metrics = MetricsBuffer()
+    draining = threading.Event()
 
     def send(page: JournalPage) -> int | None:
         numbers = metrics.take()
         try:
-            return coordinator.heartbeat(attempt, world.world_rank, page, numbers)
+            answer: HeartbeatAnswer = coordinator.heartbeat(attempt, world.world_rank, page, numbers)
         except Exception:
             metrics.put_back(numbers)
             raise
+        if answer.drain:
+            draining.set()
+        return answer.next_record
 
     writer = JournalWriter(
         journal_path(journals_dir(local_dir, key), attempt, world.world_rank),
@@ -105,6 +111,7 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
         shard_cache=_node_actor(shard_cache_name(key, node_id)),
         recorder=recorder,
         metrics=metrics,
+        draining=draining,
     )
 
 
