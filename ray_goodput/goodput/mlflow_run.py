@@ -28,7 +28,7 @@ ARTIFACTS = "goodput"
 
 # MLflow would try seven times, two minutes each. Here the sender tries again, and it must notice soon that it has to.
 _PATIENCE = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "30",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # standard output is the user's

@@ -36,6 +36,7 @@ Artifacts = Callable[[], Mapping[str, bytes]]
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
+_LAST_CHANCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ class MlflowSink:
         with self._changed:
             self._end = _End(status, int(self._at_s() * 1000), artifacts)
             self._changed.notify_all()
-        sent = self._done.wait(timeout_s)
+        # A server that has been away for a while gets one more chance, not the driver's time.
+        sent = self._done.wait(timeout_s if self._down_since is None else min(timeout_s, _LAST_CHANCE_S))
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()
