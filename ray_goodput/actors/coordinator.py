@@ -122,6 +122,7 @@ class RunCoordinator:
         self, attempt: int, world_rank: int, page: JournalPage, metrics: Sequence[tuple[int, dict[str, float]]]
     ) -> HeartbeatAnswer:
         """Time a rank spent since its last heartbeat."""
+        self._heard_of(attempt)
         with self._lock:
             drain = self._draining
             for step, values in metrics:
@@ -163,6 +164,7 @@ class RunCoordinator:
 
     def resume_point(self, attempt: int) -> CommitRecord | None:
         """Where `attempt` goes on; earlier attempts can no longer commit."""
+        self._heard_of(attempt)
         record = self._commits.fence_and_choose(attempt)
         self._prune.set()
         return record
@@ -180,6 +182,7 @@ class RunCoordinator:
 
     def landed(self, landed: LandedSlice) -> None:
         """A vault has put a slice into storage; the last one of a checkpoint commits it."""
+        self._heard_of(landed.slice.checkpoint.attempt)
         record = self._commits.landed(landed)
         if record is not None:
             with self._lock:
@@ -264,6 +267,11 @@ class RunCoordinator:
                 resumes=tuple(self._resumes),
                 history=tuple(sorted(self._history.items())),
             )
+
+    def _heard_of(self, attempt: int) -> None:
+        """No later attempt gets this number, even if an earlier life of this actor could not note it down."""
+        with self._lock:
+            self._attempt = max(self._attempt, attempt)
 
     def _prune_loop(self) -> None:
         while not self._stop.is_set():

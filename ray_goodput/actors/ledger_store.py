@@ -1,4 +1,5 @@
-"""The run's ledger behind a lock, with its segments in storage. Nothing here raises into the coordinator's callers."""
+"""The run's ledger behind a lock, with its segments in storage. Once it is open, nothing here raises into the
+coordinator's callers."""
 
 from __future__ import annotations
 
@@ -38,11 +39,15 @@ class LedgerStore:
         """Take up the ledger in storage; a damaged one is set aside with a warning, and a new one begun.
 
         run_started_at: when the driver took the run up; the same at each restart of the coordinator under one driver.
+
+        Raises:
+            StorageError: the storage cannot be read, or a damaged ledger not be moved: opening again tries again.
         """
+        # A read that fails is no damage: to begin anew then would give attempt numbers out twice.
         lines: list[bytes] = []
+        for info in self._store.list(FOLDER):
+            lines += self._store.get(info.key).splitlines()
         try:
-            for info in self._store.list(FOLDER):
-                lines += self._store.get(info.key).splitlines()
             ledger = Ledger.from_lines(lines, self._target_world)
         except StorageError as error:
             logger.warning("The ledger of earlier attempts cannot be used, a new one begins: %s", error)
@@ -125,9 +130,6 @@ class LedgerStore:
                     self._ledger.saved(segment.number)
 
     def _set_aside(self) -> None:
-        try:
-            for info in list(self._store.list(FOLDER)):
-                self._store.put(f"{FOLDER}-damaged/{info.key.removeprefix(FOLDER + '/')}", self._store.get(info.key))
-                self._store.delete([info.key])
-        except GoodputError as error:
-            logger.warning("The damaged ledger could not be set aside: %s", error)
+        for info in list(self._store.list(FOLDER)):
+            self._store.put(f"{FOLDER}-damaged/{info.key.removeprefix(FOLDER + '/')}", self._store.get(info.key))
+            self._store.delete([info.key])

@@ -1,0 +1,93 @@
+"""Laws of the coordinator's own restart: a passing failure of the storage loses no history and reuses no number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from journal_pages import page
+from ray_goodput.actors.coordinator import RunCoordinator
+from ray_goodput.clock import ManualClock
+from ray_goodput.core.commit import CheckpointId, LandedSlice, StagedSlice
+from ray_goodput.core.run_state import WorkerInfo
+from ray_goodput.errors import StorageError
+from ray_goodput.storage.faults import FaultyStore
+from ray_goodput.storage.local import LocalStore
+from ray_goodput.storage.protocol import ObjectStore
+
+
+@pytest.fixture
+def lives() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def coordinator(store: ObjectStore, lives: ExitStack) -> RunCoordinator:
+    made = RunCoordinator(run="run", store=store, clock=ManualClock(), target_world=1, run_started_at=1.7e9)
+    lives.callback(made._stop.set)
+    return made
+
+
+def workers(pid: int) -> tuple[WorkerInfo, ...]:
+    return (WorkerInfo(world_rank=0, pid=pid, node_id="n", node_ip="10.0.0.1"),)
+
+
+def failing(store: ObjectStore, op: str, prefix: str) -> FaultyStore:
+    """`store`, in which the first `op` of a key under `prefix` fails."""
+    left = [1]
+
+    def strike(called: str, key: str, n: int) -> None:
+        if called == op and key.startswith(prefix) and left[0]:
+            left[0] -= 1
+            raise StorageError("503 Slow down")
+
+    return FaultyStore(store, strike)
+
+
+@pytest.mark.parametrize("op", ["list", "get"])
+def test_a_ledger_that_cannot_be_read_now_is_not_a_damaged_one(tmp_path: Path, lives: ExitStack, op: str) -> None:
+    store = LocalStore(tmp_path)
+    first = coordinator(store, lives)
+    first.open()
+    assert [first.group_allocated(workers(pid)) for pid in (1, 2)] == [1, 2]
+    second = coordinator(failing(store, op, "ledger"), lives)
+    with pytest.raises(StorageError, match="503"):
+        second.open()
+    assert not (tmp_path / "ledger-damaged").exists()
+    second.open()
+    assert second.group_allocated(workers(3)) == 3
+
+
+def test_a_damaged_ledger_is_moved_away_whole_or_the_start_fails(tmp_path: Path, lives: ExitStack) -> None:
+    store = LocalStore(tmp_path)
+    store.put("ledger/ledger-00000000.jsonl", b"{not a line\n")
+    with pytest.raises(StorageError, match="503"):
+        coordinator(failing(store, "put", "ledger-damaged"), lives).open()
+    assert (tmp_path / "ledger" / "ledger-00000000.jsonl").read_bytes() == b"{not a line\n"
+    coordinator(store, lives).open()
+    assert (tmp_path / "ledger-damaged" / "ledger-00000000.jsonl").read_bytes() == b"{not a line\n"
+
+
+@pytest.mark.parametrize("told_by", ["resume_point", "landed", "heartbeat"])
+def test_an_attempt_whose_number_could_not_be_noted_keeps_it(tmp_path: Path, lives: ExitStack, told_by: str) -> None:
+    coordinator_again = coordinator(LocalStore(tmp_path), lives)
+    coordinator_again.open()
+    if told_by == "resume_point":
+        coordinator_again.resume_point(4)
+    elif told_by == "landed":
+        part = StagedSlice(
+            checkpoint=CheckpointId(10, 4),
+            world_rank=0,
+            world_size=2,
+            slot_path="",
+            extents=(),
+            structure_digest="d",
+            cursors={},
+        )
+        coordinator_again.landed(LandedSlice(slice=part, objects=(), node_id="n", upload_s=0.1))
+    else:
+        coordinator_again.heartbeat(4, 0, page(4, 0, []), [])
+    assert coordinator_again.group_allocated(workers(9)) == 5
