@@ -27,6 +27,7 @@ from ray_goodput.storage.protocol import ObjectStore
 logger = logging.getLogger(__name__)
 
 _MAX_HISTORY = 100_000
+_CURVES_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +259,10 @@ class RunCoordinator:
         self.group_down()
         self._stop.set()
         self._prune.set()
+        curves = threading.Thread(target=self._metrics.flush, kwargs={"now": True}, daemon=True)
+        curves.start()
         report = self._ledger.finish()
-        self._metrics.flush(now=True)
+        curves.join(_CURVES_WAIT_S)  # they are for looking at: a storage that is away must not cost the report
         with self._lock:
             return RunEnd(
                 report=report,
