@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import psutil
 import ray
+from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_goodput.actors.coordinator import RunCoordinator
@@ -31,7 +33,7 @@ from ray_goodput.actors.spec import RunSpec
 from ray_goodput.actors.vault import CheckpointVault
 from ray_goodput.clock import SystemClock
 from ray_goodput.config import environment
-from ray_goodput.errors import RunInUseError
+from ray_goodput.errors import RunInUseError, StorageError
 from ray_goodput.storage import open_store
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 _IMMORTAL = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "namespace": NAMESPACE}
 _NICENESS = 10
 _DEAD_DRIVER_WAIT_S = 15.0
+_MAX_PAUSE_S = 30.0
 
 
 class _CoordinatorProcess(RunCoordinator):
@@ -54,8 +57,20 @@ class _CoordinatorProcess(RunCoordinator):
             keep_last=spec.checkpoint.keep_last,
             keep_every=spec.checkpoint.keep_every,
         )
-        self.open()
+        self._problem: StorageError | None = None
+        try:
+            first_life = not ray.get_runtime_context().was_current_actor_reconstructed
+            open_patiently(self, first_life=first_life)
+        except StorageError as error:  # raised here, it would reach the driver as the actor's death
+            self._problem = error
+            return
         MetricsExporter(spec.run, self.figures, lambda: self.train_run_id).start()
+
+    def ping(self) -> str:
+        """Raises StorageError if the storage could not be read when the run began."""
+        if self._problem is not None:
+            raise self._problem
+        return super().ping()
 
 
 class _VaultProcess(CheckpointVault):
@@ -78,6 +93,29 @@ class _VaultProcess(CheckpointVault):
         )
 
 
+class _Opens(Protocol):
+    def open(self) -> None: ...
+
+
+def open_patiently(coordinator: _Opens, *, first_life: bool, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Open the coordinator; in a later life as often as it takes, since Ray does not restart an actor whose constructor
+    raised, and a run goes on without its coordinator for a while.
+
+    Raises:
+        StorageError: the storage cannot be read, in the first life: the driver waits, and tells its user.
+    """
+    pause_s = 1.0
+    while True:
+        try:
+            return coordinator.open()
+        except StorageError as error:
+            if first_life:
+                raise
+            logger.warning("The restarted coordinator cannot read the storage, next try in %.0f s: %s", pause_s, error)
+        sleep(pause_s)
+        pause_s = min(pause_s * 2, _MAX_PAUSE_S)
+
+
 def start_coordinator(spec: RunSpec) -> Any:
     """Start the run's coordinator on this (the driver's) node and wait until it has read the storage.
 
@@ -89,6 +127,7 @@ def start_coordinator(spec: RunSpec) -> Any:
     actor = ray.remote(_CoordinatorProcess).options(
         name=coordinator_name(spec.key), max_concurrency=64, scheduling_strategy=here, **_IMMORTAL
     )
+    handle: Any
     deadline = time.monotonic() + _DEAD_DRIVER_WAIT_S
     while True:
         try:
@@ -102,7 +141,11 @@ def start_coordinator(spec: RunSpec) -> Any:
                     "cluster. Wait for it, stop it, or choose another RunConfig(name=...)."
                 ) from error
             time.sleep(0.5)
-    ray.get(handle.ping.remote())
+    try:
+        ray.get(handle.ping.remote())
+    except RayTaskError as error:
+        ray.kill(handle)
+        raise error.cause from error
     return handle
 
 
