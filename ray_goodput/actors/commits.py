@@ -58,6 +58,7 @@ class CommitLog:
         self._pending: dict[CheckpointId, _Pending] = {}
         self._fence = 0
         self._highest_attempt = 0
+        self._sweep_failed = False
         self._changed = threading.Condition()
         self._decision = threading.Lock()
 
@@ -67,9 +68,11 @@ class CommitLog:
         with ThreadPoolExecutor(max_workers=8) as pool:
             records = list(pool.map(self._read_record, folders))
         with self._changed:
-            for record in records:
-                if record is not None:
+            for folder, record in zip(folders, records, strict=True):
+                if isinstance(record, CommitRecord):
                     self._catalog.add(record)
+                elif record is not None:
+                    self._catalog.mark_bad(folder, str(record))
             self._highest_attempt = max((f.attempt for f in folders), default=0)
 
     @property
@@ -96,6 +99,8 @@ class CommitLog:
 
         Raises:
             FencedError: a later attempt has already asked.
+            CorruptCheckpointError: there are checkpoints, and all are damaged: going on would mean starting from
+                scratch, which only a person may decide.
         """
         with self._decision, self._changed:
             if attempt < self._fence:
@@ -105,7 +110,14 @@ class CommitLog:
             self._fence = attempt
             for checkpoint in [c for c in self._pending if c.attempt < attempt]:
                 del self._pending[checkpoint]
-            return self._catalog.newest()
+            newest, bad = self._catalog.newest(), self._catalog.bad
+        if newest is None and bad:
+            reasons = "; ".join(f"{checkpoint.folder} ({reason})" for checkpoint, reason in sorted(bad.items()))
+            raise CorruptCheckpointError(
+                f"All {len(bad)} checkpoint(s) of this run are damaged: {reasons}. Training does not start from "
+                "scratch by itself: mend the storage, or choose a new RunConfig(name=...) to begin anew."
+            )
+        return newest
 
     def mark_bad(self, checkpoint: CheckpointId, reason: str) -> None:
         """Take a damaged checkpoint out of the choice; said once, by the first rank that finds it."""
@@ -161,14 +173,25 @@ class CommitLog:
             committed += list(self._catalog.bad)
             fence = self._fence
         abandoned = abandoned_folders(self._folders(), committed=committed + old, fenced_below_attempt=fence)
+        gone = []
         for checkpoint in [*old, *abandoned]:
             folder = f"{CHECKPOINTS}/{checkpoint.folder}"
             self._store.delete([f"{folder}/{COMMIT_NAME}"])
+            self._store.delete([info.key for info in self._store.list(folder)])
             with self._changed:
                 self._catalog.forget(checkpoint)
+            gone.append(checkpoint)
+            self._sweep_uploads(folder)
+        return gone
+
+    def _sweep_uploads(self, folder: str) -> None:
+        """Remove leftovers of interrupted uploads, if the store lets us: they cost money, not correctness."""
+        try:
             self._store.abort_uploads(folder)
-            self._store.delete([info.key for info in self._store.list(folder)])
-        return [*old, *abandoned]
+        except StorageError as error:
+            if not self._sweep_failed:
+                logger.warning("Leftovers of interrupted uploads cannot be removed (said once): %s", error)
+            self._sweep_failed = True
 
     def _commit(self, checkpoint: CheckpointId, landed: Mapping[int, LandedSlice]) -> CommitRecord:
         slices = [landed[rank].slice for rank in sorted(landed)]
@@ -214,12 +237,13 @@ class CommitLog:
         names = self._store.list_folders(CHECKPOINTS)
         return [c for c in map(CheckpointId.parse, names) if c is not None]
 
-    def _read_record(self, checkpoint: CheckpointId) -> CommitRecord | None:
+    def _read_record(self, checkpoint: CheckpointId) -> CommitRecord | CorruptCheckpointError | None:
+        """The commit record of a folder, what is wrong with it, or None if it has none."""
         try:
             data = self._store.get(f"{CHECKPOINTS}/{checkpoint.folder}/{COMMIT_NAME}")
             return CommitRecord.from_json(data, xxh3_128_hex)
         except ObjectNotFoundError:
             return None
         except CorruptCheckpointError as error:
-            logger.warning("Checkpoint %s is ignored: %s", checkpoint.folder, error)
-            return None
+            logger.warning("Checkpoint %s is not used, and left for you to look at: %s", checkpoint.folder, error)
+            return error

@@ -166,9 +166,7 @@ class RunCoordinator:
     def resume_point(self, attempt: int) -> CommitRecord | None:
         """Where `attempt` goes on; earlier attempts can no longer commit."""
         self._heard_of(attempt)
-        record = self._commits.fence_and_choose(attempt)
-        self._prune.set()
-        return record
+        return self._commits.fence_and_choose(attempt)
 
     def mark_bad(self, checkpoint: CheckpointId, reason: str) -> None:
         self._commits.mark_bad(checkpoint, reason)
@@ -180,6 +178,7 @@ class RunCoordinator:
             self._step = step
         self._ledger.resumed(attempt, step)
         self._flush.set()
+        self._prune.set()  # not before: until ranks have read it, nobody knows whether the newest commit is good
 
     def landed(self, landed: LandedSlice) -> None:
         """A vault has put a slice into storage; the last one of a checkpoint commits it."""

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from ray_goodput.actors.names import NAMESPACE
+from ray_goodput.errors import RunError
 
 
 class RemoteProxy:
@@ -19,7 +20,7 @@ class RemoteProxy:
 
     Raises:
         ValueError: no actor of that name lives.
-        ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError: no answer.
+        RunError: no answer within `timeout_s`, or the actor is gone.
     """
 
     def __init__(self, name: str, *, timeout_s: float = 120.0) -> None:
@@ -42,6 +43,8 @@ class RemoteProxy:
                 return ray.get(getattr(self.handle, method).remote(*args, **kwargs), timeout=self._timeout_s)
             except RayTaskError as error:
                 raise error.cause from error
+            except RayError as error:
+                raise RunError(f"The actor {self._name} did not answer ({type(error).__name__}).") from error
 
         return call
 

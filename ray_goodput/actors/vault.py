@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from ray_goodput.actors.commits import CHECKPOINTS
 from ray_goodput.actors.names import attempt_dir, parse_attempt_dir
+from ray_goodput.actors.slot_file import MappedSlot, checksum_extent, copy_extent
 from ray_goodput.checkpoint.slots import sidecar_path, staged_in
-from ray_goodput.core.commit import METADATA_NAME, CheckpointId, Extent, LandedSlice, ObjectRecord, StagedSlice
-from ray_goodput.errors import FencedError, GoodputError, StorageAccessError, StorageError
+from ray_goodput.core.commit import METADATA_NAME, CheckpointId, LandedSlice, ObjectRecord, StagedSlice
+from ray_goodput.errors import FencedError, GoodputError, RunError, StorageAccessError, StorageError
 from ray_goodput.goodput.journal import read_journal
-from ray_goodput.storage.checksum import Checksum
 from ray_goodput.storage.protocol import ObjectStore
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 8 << 20
 _AFTER_ALL_ATTEMPTS = sys.maxsize
 
 
@@ -75,6 +75,9 @@ class CheckpointVault:
         self._adopting = threading.Lock()
         self._lock = threading.Lock()
         self._landed: dict[int, LandedSlice] = {}  # world rank -> its newest slice in storage
+        self._turns: dict[str, threading.Lock] = {}  # slot path -> who works on it
+        self._writing: Counter[CheckpointId] = Counter()
+        self._kept: CheckpointId | None = None
 
     def ping(self) -> str:
         """The node's id, as a sign of life."""
@@ -83,34 +86,89 @@ class CheckpointVault:
     def persist(self, staged: StagedSlice) -> None:
         """Every extent of the slot is an object in storage afterwards, and the coordinator knows. Idempotent.
 
+        Calls for one slot take turns: the next attempt's `adopt` may meet the call of a worker that is gone.
+
         Raises:
             FencedError: the slice's attempt was replaced.
             StorageError: the store kept failing for `give_up_after_s`, or can never work (keys, permissions).
         """
+        with self._lock:
+            turn = self._turns.setdefault(staged.slot_path, threading.Lock())
+        with turn:
+            landed = self._landed_slice(staged)
+            if landed is None:
+                with self._in_use(staged.checkpoint):
+                    landed = self._put_into_storage(staged)
+            self._until_it_works(
+                lambda: self._coordinator.landed(landed), what=f"{_title(staged)}: telling the coordinator"
+            )
+            sidecar_path(staged.slot_path).unlink(missing_ok=True)  # nothing is left for `adopt` to finish
+        self._drop_old_copies()
+
+    def _put_into_storage(self, staged: StagedSlice) -> LandedSlice:
         started = time.monotonic()
         folder = staged.checkpoint.folder
-        local = self._local / folder
-        local.mkdir(parents=True, exist_ok=True)
-        objects = []
-        with _mapped(staged.slot_path) as slot:
-            for extent in staged.extents:
-                record = _flush(slot, extent, local / extent.name)
-                if extent.name != METADATA_NAME:  # the coordinator writes that one, when all ranks have landed
-                    objects.append(record)
+        parts = self._flush(staged)
 
         def upload() -> None:
-            for record in objects:
-                self._store.upload_file(f"{CHECKPOINTS}/{folder}/{record.name}", local / record.name)
-            landed = LandedSlice(
-                slice=staged, objects=tuple(objects), node_id=self._node_id, upload_s=time.monotonic() - started
-            )
-            self._coordinator.landed(landed)
-            with self._lock:
-                self._landed[staged.world_rank] = landed
+            for part in parts:
+                self._store.upload_file(
+                    f"{CHECKPOINTS}/{folder}/{part.record.name}",
+                    part.path,
+                    offset=part.offset,
+                    size_bytes=part.record.size_bytes,
+                )
 
-        self._until_it_works(upload, what=f"Step {staged.checkpoint.step}, rank {staged.world_rank}")
-        sidecar_path(staged.slot_path).unlink(missing_ok=True)  # nothing is left for `adopt` to finish
-        self._drop_old_copies()
+        self._until_it_works(upload, what=f"{_title(staged)}: upload")
+        landed = LandedSlice(
+            slice=staged,
+            objects=tuple(part.record for part in parts),
+            node_id=self._node_id,
+            upload_s=time.monotonic() - started,
+        )
+        with self._lock:
+            self._landed[staged.world_rank] = landed
+        return landed
+
+    def _flush(self, staged: StagedSlice) -> list[_Part]:
+        """Copy the slot to NVMe and take checksums; what finds no room there is uploaded from the slot itself."""
+        local = self._local / staged.checkpoint.folder
+        parts = []
+        with MappedSlot(staged.slot_path) as slot:
+            for extent in staged.extents:
+                path = local / extent.name
+                try:
+                    local.mkdir(parents=True, exist_ok=True)
+                    part = _Part(copy_extent(slot, extent, path), path, 0)
+                except OSError as error:
+                    logger.warning("No local copy of %s of %s: %s", extent.name, staged.checkpoint.folder, error)
+                    record = ObjectRecord(
+                        name=extent.name, size_bytes=extent.size_bytes, xxh3_128=checksum_extent(slot, extent)
+                    )
+                    part = _Part(record, Path(staged.slot_path), extent.offset)
+                if extent.name != METADATA_NAME:  # the coordinator writes that one, when all ranks have landed
+                    parts.append(part)
+        return parts
+
+    def _landed_slice(self, staged: StagedSlice) -> LandedSlice | None:
+        with self._lock:
+            landed = self._landed.get(staged.world_rank)
+        return landed if landed is not None and landed.slice.checkpoint == staged.checkpoint else None
+
+    def keep(self, checkpoint: CheckpointId) -> None:
+        """A rank of this node is about to read this checkpoint: its local copy stays until another one is named."""
+        with self._lock:
+            self._kept = checkpoint
+
+    @contextlib.contextmanager
+    def _in_use(self, checkpoint: CheckpointId) -> Iterator[None]:
+        with self._lock:
+            self._writing[checkpoint] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._writing[checkpoint] -= 1
 
     def land_again(self, step: int) -> None:
         """Tell the coordinator once more what of `step` is in storage: it may have died with its notes."""
@@ -173,19 +231,26 @@ class CheckpointVault:
                 return action()
             except StorageAccessError:
                 raise
-            except StorageError as error:
+            except (StorageError, RunError) as error:  # the store, or the coordinator, is away
                 if time.monotonic() + pause_s > deadline:
                     raise
                 if not told:
-                    logger.warning("%s: upload failed, trying again for %.0f s: %s", what, self._give_up_after_s, error)
+                    logger.warning("%s failed, trying again for %.0f s: %s", what, self._give_up_after_s, error)
                     told = True
             self._sleep(pause_s)
             pause_s = min(pause_s * 2, 30.0)
 
     def _drop_old_copies(self) -> None:
-        folders = sorted(c for c in map(CheckpointId.parse, _names(self._local)) if c is not None)
-        for checkpoint in folders[: -self._keep_local]:
-            shutil.rmtree(self._local / checkpoint.folder, ignore_errors=True)
+        """Keep the local copies that a restore is likely to want: the latest, by attempt and step (after a rollback, an
+        older attempt's higher steps are the older ones), and those being written or read."""
+        copies = [c for c in map(CheckpointId.parse, _names(self._local)) if c is not None]
+        copies.sort(key=lambda c: (c.attempt, c.step))
+        with self._lock:
+            busy = {c for c, users in self._writing.items() if users > 0} | {self._kept}
+            for checkpoint in copies[: -self._keep_local]:
+                if checkpoint not in busy:
+                    shutil.rmtree(self._local / checkpoint.folder, ignore_errors=True)
+            self._writing = Counter({c: users for c, users in self._writing.items() if users > 0})
 
 
 def journal_path(journals: Path, attempt: int, world_rank: int) -> Path:
@@ -200,41 +265,18 @@ def _remove_if_empty(folder: Path) -> None:
 def _names(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
-    except FileNotFoundError:
+    except OSError:
         return []
 
 
-class _mapped:
-    """A file as a read-only memoryview; an empty file is an empty view."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An object to upload: `record.size_bytes` bytes of the file `path` from `offset` on."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._map: mmap.mmap | None = None
-        self._view = memoryview(b"")
-
-    def __enter__(self) -> memoryview:
-        with open(self._path, "rb") as file:
-            if os.fstat(file.fileno()).st_size:
-                self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-                self._view = memoryview(self._map)
-        return self._view
-
-    def __exit__(self, *exc: object) -> None:
-        self._view.release()
-        if self._map is not None:
-            self._map.close()
+    record: ObjectRecord
+    path: Path
+    offset: int
 
 
-def _flush(slot: memoryview, extent: Extent, path: Path) -> ObjectRecord:
-    """Copy one extent to `path` and take its checksum on the way. Not fsynced: a torn copy fails its checksum."""
-    checksum = Checksum()
-    part = path.with_name(f".tmp-{path.name}")
-    end = extent.offset + extent.size_bytes
-    with open(part, "wb") as file:
-        for start in range(extent.offset, end, _CHUNK_BYTES):
-            chunk = slot[start : min(start + _CHUNK_BYTES, end)]
-            checksum.update(chunk)
-            file.write(chunk)
-            chunk.release()
-    os.replace(part, path)
-    return ObjectRecord(name=extent.name, size_bytes=extent.size_bytes, xxh3_128=checksum.hexdigest())
+def _title(staged: StagedSlice) -> str:
+    return f"Step {staged.checkpoint.step}, rank {staged.world_rank}"

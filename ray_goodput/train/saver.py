@@ -23,7 +23,7 @@ from ray_goodput.checkpoint.rng import capture_rng
 from ray_goodput.checkpoint.state import collect_state
 from ray_goodput.core.cadence import CadenceState, SaveCadence
 from ray_goodput.core.commit import CheckpointId, StagedSlice
-from ray_goodput.errors import FencedError
+from ray_goodput.errors import FencedError, StorageError
 from ray_goodput.storage.disk import free_bytes
 from ray_goodput.train.worker import WorkerContext
 
@@ -57,7 +57,9 @@ class Saver:
         self._in_flight: list[_InFlight] = []
         self._cadence = SaveCadence.parse(spec.checkpoint.every, world=self._world.world_size)
         self._stop_requested = threading.Event()
-        self.last_step = 0
+        self.last_step = 0  # newest step staged, or resumed from
+        self._staged_step = -1  # newest step staged in this attempt
+        self._considered_step = 0  # where the interval of saves begins: the last save, also if it was skipped
         self.skipped = 0
         self._last_save_mono_s = self._clock.mono_s()
         self._stall_s: float | None = None
@@ -66,7 +68,7 @@ class Saver:
 
     def begin(self, step: int) -> None:
         """The attempt goes on after `step`, which is saved already (or is the start)."""
-        self.last_step = step
+        self.last_step = self._considered_step = step
         self._last_save_mono_s = self._clock.mono_s()
         if self._world.world_rank == 0:
             self._failures, self._exposure_s = self._worker.coordinator.failure_history()
@@ -88,7 +90,7 @@ class Saver:
             CadenceState(
                 step=step,
                 now_mono_s=self._clock.mono_s(),
-                last_save_step=self.last_step,
+                last_save_step=self._considered_step,
                 last_save_mono_s=self._last_save_mono_s,
                 saves_in_flight=len(self._in_flight),
                 stall_s=self._stall_s,
@@ -119,6 +121,8 @@ class Saver:
             CheckpointError: the state cannot be saved; on all ranks.
             FencedError: this attempt has been replaced.
         """
+        if step == self._staged_step:
+            return True  # the same state under the same name: writing it again would touch what may be committed
         started = self._clock.mono_s()
         self.settle()
         self._collect_finished()
@@ -136,9 +140,10 @@ class Saver:
         )
         if pending is None:
             self._note_skipped(step)
+            self._considered_step, self._last_save_mono_s = step, self._clock.mono_s()
             return False
         self._copies.take(pending, optimizer)
-        self.last_step = step
+        self.last_step = self._staged_step = self._considered_step = step
         self._last_save_mono_s = self._clock.mono_s()
         self._stall_s = self._last_save_mono_s - started
         return True
@@ -158,16 +163,22 @@ class Saver:
         self._in_flight.append(_InFlight(staged, self._worker.vault.persist.remote(staged), self._clock.mono_s()))
 
     def finish(self) -> None:
-        """Every save of this rank has reached storage, and the newest one is committed. Collective."""
+        """Every save of this rank has reached storage, and the newest one is committed. Collective.
+
+        Raises:
+            StorageError: it is not; on all ranks. The slots keep what could not be uploaded, for the next attempt.
+        """
         self._copies.close()
         while self._in_flight:
-            self._wait_for_one()
-        if self.last_step > 0 and not self._committed() and self._world.world_rank == 0:
-            logger.error(
-                "The save of step %d is in storage but was not committed: the run's newest checkpoint is older.",
-                self.last_step,
-            )
+            ray.wait([self._in_flight[0].ref], timeout=_FINAL_WAIT_S)
+            self._collect_finished(keep_failed=True)
+        committed = self.last_step <= 0 or self._committed()
         self._stager.close()
+        if not committed:
+            raise StorageError(
+                f"The state after the last save, step {self.last_step}, is not committed: its upload failed (see the "
+                "log above). The run's newest checkpoint is older; the run can go on from there once the storage works."
+            )
 
     def _committed(self) -> bool:
         """Whether the newest save gets committed, reminding a coordinator that died with its notes. Collective."""
@@ -195,8 +206,8 @@ class Saver:
         ray.wait([self._in_flight[0].ref], timeout=_FINAL_WAIT_S)
         self._collect_finished()
 
-    def _collect_finished(self) -> None:
-        """Free the slots the vault is done with.
+    def _collect_finished(self, *, keep_failed: bool = False) -> None:
+        """Free the slots the vault is done with; with `keep_failed`, not those it could not save.
 
         Raises:
             FencedError: the coordinator has given this attempt's place to a later one.
@@ -206,17 +217,19 @@ class Saver:
         ready, _ = ray.wait([f.ref for f in self._in_flight], num_returns=len(self._in_flight), timeout=0)
         for flight in [f for f in self._in_flight if f.ref in ready]:
             self._in_flight.remove(flight)
-            self._stager.release(flight.staged.slot_path)
-            step = flight.staged.checkpoint.step
+            step, saved = flight.staged.checkpoint.step, False
             try:
                 ray.get(flight.ref)
-                self._latency_s = self._clock.mono_s() - flight.sent_mono_s
+                self._latency_s, saved = self._clock.mono_s() - flight.sent_mono_s, True
             except RayTaskError as error:
                 if isinstance(error.cause, FencedError):
                     raise error.cause from error
                 logger.error("The save of step %d failed; training goes on from the one before: %s", step, error.cause)
             except RayError as error:
                 logger.error("The save of step %d was lost with this node's vault: %s", step, error)
+            finally:
+                if saved or not keep_failed:
+                    self._stager.release(flight.staged.slot_path)
 
     def _note_skipped(self, step: int) -> None:
         self.skipped += 1

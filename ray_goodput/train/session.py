@@ -20,7 +20,7 @@ from ray_goodput.core.cursor import DataCursor
 from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.loader import Batch
 from ray_goodput.data.waits import observe_waits
-from ray_goodput.errors import ConfigError, SessionError
+from ray_goodput.errors import ConfigError, SessionError, StagingFullError
 from ray_goodput.train import ray_compat, reproducible
 from ray_goodput.train.batch_weight import BatchWeight
 from ray_goodput.train.feed import DataFeed, open_feed
@@ -294,15 +294,15 @@ class Session:
             Decisions(save=drain or self._saver.due(self._step + 1), stop=drain or self._saver.stop_requested)
         )
 
-    def save(self) -> None:
+    def save(self) -> bool:
         """The state after the last step is staged on every rank, waiting for a slot if need be; its upload goes on
-        behind.
+        behind. False, on all ranks, if one has no room for it.
 
         Raises:
             SessionError: before `restore`.
         """
         self._need_restore("save")
-        self._save(must=True)
+        return self._save(must=True)
 
     def measure(self, label: str) -> AbstractContextManager[None]:
         """Time inside counts as `label`: "eval", or any bucket of `core.buckets` a rank may spend time in."""
@@ -313,13 +313,22 @@ class Session:
         return self._recorder.span(bucket)
 
     def close(self) -> None:
-        """The train loop returned: save what is not saved yet and wait until it is committed."""
+        """The train loop returned: save what is not saved yet and wait until it is committed.
+
+        Raises:
+            StagingFullError, StorageError: the last state could not be saved.
+        """
         for feed in list(self._feeds):
             feed.close()
         if self._restored is None:
             return
-        if self._step > self._saver.last_step and self._model is not None:
-            self._save(must=True)
+        unsaved = self._step > self._saver.last_step and self._model is not None
+        if unsaved and not self._save(must=True):
+            raise StagingFullError(
+                f"The last state, of step {self._step}, could not be staged: a rank has no room for it (see its "
+                "log), and the run's newest checkpoint is older. Give the container a larger /dev/shm, or set "
+                "CheckpointConfig(staging_dir=...) to a folder on NVMe."
+            )
         with self._recorder.span(Bucket.SHUTDOWN):
             self._saver.finish()
 
@@ -335,11 +344,11 @@ class Session:
         self._prepared = True
         self._saver.prepare(model=self._model, optimizer=self._optimizer, stateful=self._stateful)
 
-    def _save(self, *, must: bool) -> None:
+    def _save(self, *, must: bool) -> bool:
         with self._recorder.span(Bucket.CKPT_BLOCK):
             if self._samples is not None:
                 self._samples.flush()
-            self._saver.save(
+            return self._saver.save(
                 step=self._step,
                 model=self._model,
                 optimizer=self._optimizer,

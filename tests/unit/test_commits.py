@@ -9,7 +9,7 @@ from ray_goodput.actors.commits import CHECKPOINTS, CommitLog
 from ray_goodput.clock import ManualClock
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import CheckpointId, LandedSlice, ObjectRecord, StagedSlice
-from ray_goodput.errors import FencedError, StorageError
+from ray_goodput.errors import CorruptCheckpointError, FencedError, StorageError
 from ray_goodput.storage import open_store
 from ray_goodput.storage.checksum import xxh3_128_hex
 from ray_goodput.storage.faults import FaultyStore
@@ -147,3 +147,52 @@ def test_waiting_for_a_commit_ends_with_it_or_with_the_timeout(store) -> None:
     for rank in (0, 1):
         log.landed(landed(10, rank))
     assert log.wait_committed(CheckpointId(10, 0), 0.01)
+
+
+def test_unreadable_records_are_kept_and_never_taken_for_a_fresh_run(store) -> None:
+    log = open_log(store)
+    for step in (10, 20):
+        for rank in (0, 1):
+            log.landed(landed(step, rank))
+        key = f"{CHECKPOINTS}/{CheckpointId(step, 1).folder}/COMMIT.json"
+        store.put(key, store.get(key).replace(b'"version": 1', b'"version": 2'))
+    again = open_log(store)
+    with pytest.raises(CorruptCheckpointError, match="All 2 checkpoint"):
+        again.fence_and_choose(2)
+    assert again.prune() == []
+    assert len(store.list_folders(CHECKPOINTS)) == 2
+
+
+def test_one_unreadable_record_leaves_the_older_commit_and_stays_for_a_person(store) -> None:
+    log = open_log(store)
+    for step in (10, 20):
+        for rank in (0, 1):
+            log.landed(landed(step, rank))
+    store.put(f"{CHECKPOINTS}/{CheckpointId(20, 1).folder}/COMMIT.json", b"{}")
+    again = open_log(store)
+    record = again.fence_and_choose(2)
+    assert record is not None and record.checkpoint.step == 10
+    assert again.prune() == []
+
+
+def test_when_all_that_is_left_is_damaged_no_attempt_starts_from_scratch(store) -> None:
+    log = open_log(store)
+    for rank in (0, 1):
+        log.landed(landed(10, rank))
+    log.mark_bad(CheckpointId(10, 1), "flipped")
+    for attempt in (2, 3):
+        with pytest.raises(CorruptCheckpointError, match="flipped"):
+            log.fence_and_choose(attempt)
+
+
+def test_a_store_that_cannot_list_uploads_does_not_stop_pruning(store) -> None:
+    def refuse(op: str, key: str, n: int) -> None:
+        if op == "abort_uploads":
+            raise StorageError("not allowed")
+
+    log = open_log(FaultyStore(store, before=refuse), keep_last=1)
+    for step in (10, 20, 30):
+        for rank in (0, 1):
+            log.landed(landed(step, rank))
+    assert [c.step for c in log.prune()] == [10, 20]
+    assert store.list_folders(CHECKPOINTS) == [CheckpointId(30, 1).folder]

@@ -1,5 +1,6 @@
 """Laws of the vault: what a rank staged is in storage and known to the coordinator, whoever dies in between."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from ray_goodput.clock import ManualClock, SystemClock
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.commit import CheckpointId, Extent, LandedSlice, StagedSlice
-from ray_goodput.errors import FencedError, StorageAccessError, StorageError
+from ray_goodput.errors import FencedError, RunError, StorageAccessError, StorageError
 from ray_goodput.goodput.journal import JournalPage, JournalWriter
 from ray_goodput.goodput.recorder import Recorder
 from ray_goodput.storage import open_store
@@ -192,3 +193,66 @@ def test_the_end_of_a_run_commits_what_was_staged_and_leaves_only_local_copies(t
     assert newest is not None and newest.checkpoint == CheckpointId(10, 3)
     assert not node.slots.exists() and not node.journals.exists()
     assert (node.local / CheckpointId(10, 3).folder / "__0_0.distcp").exists()
+
+
+def test_a_full_local_disk_costs_the_local_copy_and_not_the_save(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.local.write_text("a file where the folder should be: no copy can be made")
+    node.vault.persist(node.stage(10))
+    newest = node.coordinator.log.newest()
+    assert newest is not None
+    assert node.store.get(f"{CHECKPOINTS}/{CheckpointId(10, 1).folder}/__0_0.distcp") == b"weights"
+
+
+def test_copies_of_an_older_attempts_higher_steps_go_first_and_what_is_read_stays(tmp_path: Path) -> None:
+    node = Node(tmp_path, keep_local=2)
+    for step in (100, 110, 120):
+        node.vault.persist(node.stage(step, attempt=1))
+    node.vault.keep(CheckpointId(110, 1))
+    for step in (105, 106):
+        node.vault.persist(node.stage(step, attempt=2))
+    kept = {CheckpointId.parse(p.name) for p in node.local.iterdir()}
+    assert kept == {CheckpointId(110, 1), CheckpointId(105, 2), CheckpointId(106, 2)}
+
+
+def test_two_calls_for_one_slot_upload_it_once(tmp_path: Path) -> None:
+    uploads: list[str] = []
+    started, go_on = threading.Event(), threading.Event()
+
+    def watch(op: str, key: str, n: int) -> None:
+        if op == "upload_file":
+            uploads.append(key)
+            started.set()
+            assert go_on.wait(10)
+
+    store = open_store(StoreSpec(uri=str(tmp_path / "storage")))
+    node = Node(tmp_path, store=FaultyStore(store, before=watch))
+    staged = node.stage(10)
+    first = threading.Thread(target=node.vault.persist, args=(staged,))
+    first.start()
+    assert started.wait(10)
+    second = threading.Thread(target=node.vault.persist, args=(staged,))
+    second.start()
+    go_on.set()
+    first.join(10)
+    second.join(10)
+    assert len(uploads) == 1 and node.coordinator.log.newest() is not None
+
+
+def test_a_coordinator_that_does_not_answer_delays_the_commit_without_a_second_upload(tmp_path: Path) -> None:
+    uploads: list[str] = []
+    store = open_store(StoreSpec(uri=str(tmp_path / "storage")))
+    count = FaultyStore(store, before=lambda op, key, n: uploads.append(op))
+    node = Node(tmp_path, store=count)
+    answers = iter([RunError("no answer"), RunError("no answer"), None])
+    landed = node.coordinator.landed
+
+    def away(part: LandedSlice) -> None:
+        problem = next(answers)
+        if problem is not None:
+            raise problem
+        landed(part)
+
+    node.coordinator.landed = away  # type: ignore[method-assign]
+    node.vault.persist(node.stage(10))
+    assert node.coordinator.log.newest() is not None and uploads == ["upload_file"]
