@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from ray_goodput.data.loader import Batch as Batch
     from ray_goodput.data.torch_loader import DataLoader as DataLoader
     from ray_goodput.errors import GoodputError as GoodputError
+    from ray_goodput.train.checkpointer import Checkpointer as Checkpointer
     from ray_goodput.train.session import session as session
     from ray_goodput.train.trainer import GoodputTrainer as GoodputTrainer
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Checkpointer": "ray_goodput.train.checkpointer",
     "Batch": "ray_goodput.data.loader",
     "CheckpointConfig": "ray_goodput.config",
     "DataLoader": "ray_goodput.data.torch_loader",

@@ -48,6 +48,7 @@ def restore_newest(
 
     def open_source(record: CommitRecord) -> CheckpointSource:
         folder = record.checkpoint.folder
+        worker.vault.keep.remote(record.checkpoint)
         local = local_checkpoints_dir(worker.local_dir, spec.run.key) / folder
         return LocalFirstSource(record, [local], StoreSource(record, worker.store, f"{CHECKPOINTS}/{folder}", local))
 

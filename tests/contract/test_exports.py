@@ -30,6 +30,7 @@ def test_the_public_names_are_exactly_these() -> None:
     assert sorted(rg.__all__) == [
         "Batch",
         "CheckpointConfig",
+        "Checkpointer",
         "DataLoader",
         "FailureBudget",
         "FileDataset",

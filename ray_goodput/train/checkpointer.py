@@ -1,0 +1,392 @@
+"""`rg.Checkpointer`: the checkpoint engine without Ray Train, under `torchrun` or in a single process.
+
+The same plan, slots, format and commit as a `GoodputTrainer` run; what its actors do is done by threads: each rank
+uploads its own slices, rank 0 commits. What a killed process staged is uploaded by the next start on the same node.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ray_goodput.actors.commits import CHECKPOINTS, CommitLog
+from ray_goodput.actors.names import attempt_dir, journals_dir, local_checkpoints_dir, run_key, slots_dirs
+from ray_goodput.actors.vault import CheckpointVault
+from ray_goodput.checkpoint.agreed_restore import load_newest
+from ray_goodput.checkpoint.deferred import DeferredCopies
+from ray_goodput.checkpoint.plan import SavePlan
+from ray_goodput.checkpoint.rank_stager import RankStager
+from ray_goodput.checkpoint.rng import capture_rng
+from ray_goodput.checkpoint.sources import CheckpointSource, LocalFirstSource, StoreSource
+from ray_goodput.checkpoint.state import collect_state
+from ray_goodput.clock import SystemClock
+from ray_goodput.config import CheckpointConfig, StoreSpec, environment
+from ray_goodput.core.cadence import CadenceState, SaveCadence
+from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice, StagedSlice
+from ray_goodput.errors import ConfigError, FencedError, GoodputError, SessionError
+from ray_goodput.storage import open_store
+from ray_goodput.storage.disk import free_bytes
+from ray_goodput.train.landing import Committer, LandingBoard
+from ray_goodput.train.world import ControlWord, Decisions, World
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_COMMIT_WAIT_S = 60.0
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A slice under way; the slot is free again when `future` is done."""
+
+    staged: StagedSlice
+    future: Future[None]
+    sent_mono_s: float
+
+
+class _Board:
+    """What a vault tells its coordinator, noted for rank 0."""
+
+    def __init__(self, board: LandingBoard) -> None:
+        self._board = board
+
+    def landed(self, landed: LandedSlice) -> None:
+        self._board.post(landed)
+
+    def journal_tail(self, attempt: int, world_rank: int, page: Any) -> None:
+        return None
+
+
+class Checkpointer:
+    """Saves and restores the state of one run in the folder `uri`.
+
+        with rg.Checkpointer("s3://bucket/runs/llm-1", config=rg.CheckpointConfig(every=100)) as saves:
+            start = saves.restore(model=model, optimizer=optimizer, scheduler=scheduler)
+            for step in range(start + 1, steps + 1):
+                ...
+                saves.step(step)
+
+    All ranks of `torch.distributed`, if it is initialised, call the same methods in the same order, on the training
+    thread; the methods are collective. `close` waits for the last save.
+
+    uri: the run's folder: `s3://...`, any other URL fsspec knows, or a path that all nodes share.
+    config: when to save, how much to keep, where to stage.
+    storage_options: in the spelling of s3fs.
+    local_dir: node-local folder for copies that make a restart quick. Default: `RAY_GOODPUT_LOCAL_DIR`.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        *,
+        config: CheckpointConfig | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        local_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._spec = StoreSpec(uri=os.fspath(uri), options=dict(storage_options or {}))
+        self._name = self._spec.uri.rstrip("/").rpartition("/")[2]
+        self._config = config or CheckpointConfig()
+        self._local_dir = Path(local_dir) if local_dir is not None else environment().local_dir
+        self._key = run_key(self._name, self._spec)
+        self._clock = SystemClock()
+        self._state: dict[str, Any] | None = None
+        self._cursors: Mapping[str, Mapping[str, Any]] = {}
+        self._in_flight: list[_InFlight] = []
+        self._committer: Committer | None = None
+        self._prepared = self._closed = False
+        self._stall_s: float | None = None
+        self._latency_s: float | None = None
+        self.last_step = 0
+        self.skipped = 0
+
+    @property
+    def cursors(self) -> Mapping[str, Mapping[str, Any]]:
+        """What `save(cursors=)` was given for the checkpoint that was restored; empty on a fresh run."""
+        return self._cursors
+
+    @property
+    def attempt(self) -> int:
+        """Which start of the run this is; the first is 1."""
+        self._need_restore("attempt")
+        return self._attempt
+
+    def restore(
+        self,
+        *,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        strict: bool = True,
+        **stateful: Any,
+    ) -> int:
+        """The newest verified checkpoint is loaded, with random streams; nothing changes on a fresh run.
+
+        Other keyword arguments are objects with `state_dict` and `load_state_dict`, saved under their names. Returns
+        the step to go on after, 0 for a fresh run. Call it once, before the first save.
+
+        Raises:
+            StructureMismatchError: the checkpoint is of another model or optimizer.
+            CorruptCheckpointError: there are checkpoints, and all are damaged.
+            StorageError: the storage cannot be reached.
+        """
+        if self._state is not None:
+            raise SessionError("Checkpointer.restore() was called twice: call it once, before the first save.")
+        for name, value in stateful.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise ConfigError(f"restore({name}=): {type(value).__name__} has no state_dict and load_state_dict.")
+        self._state = {"model": model, "optimizer": optimizer, "stateful": stateful}
+        self._open()
+        loaded = load_newest(
+            self._world,
+            choose=lambda: self._log.fence_and_choose(self._attempt),
+            mark_bad=lambda checkpoint, reason: self._log.mark_bad(checkpoint, reason),
+            open_source=self._source,
+            strict=strict,
+            **self._state,
+        )
+        if loaded is not None:
+            self.last_step = loaded.record.checkpoint.step
+            self._cursors = loaded.record.cursors
+            self._prepare()
+        self._last_save_mono_s = self._started_mono_s = self._clock.mono_s()
+        if self._world.world_rank == 0:
+            self._committer = Committer(
+                self._log, self._board, attempt=self._attempt, world_size=self._world.world_size
+            )
+            self._committer.start()
+        return self.last_step
+
+    def step(self, step: int, *, cursors: Mapping[str, Mapping[str, Any]] | None = None) -> bool:
+        """Optimizer step number `step` is done: a save begins if one is due. True if it did.
+
+        cursors: JSON-able positions in the data, by name, equal on all ranks; `Checkpointer.cursors` after a restore.
+
+        Raises:
+            FencedError: a later start of this run goes on without this one.
+        """
+        self._need_restore("step")
+        self._copies.settle()
+        agreed = self._control.read()
+        if not self._prepared:
+            self._prepare()
+        saved = agreed.save and self._save(step, cursors, must=False)
+        self._control.post(Decisions(save=self._due(step + 1)))
+        return saved
+
+    def save(self, step: int, *, cursors: Mapping[str, Mapping[str, Any]] | None = None) -> bool:
+        """The state after `step` is staged, whatever the interval; its upload goes on behind. Waits for a slot.
+
+        False if it was skipped because some rank has no room for its slots (the log says how much is missing).
+
+        Raises:
+            CheckpointError: the state cannot be saved; on all ranks.
+            FencedError: a later start of this run goes on without this one.
+        """
+        self._need_restore("save")
+        return self._save(step, cursors, must=True)
+
+    def wait(self, timeout_s: float = 1800.0) -> bool:
+        """Every save of this rank is in storage, and the newest one of all ranks is committed; False after
+        `timeout_s`."""
+        self._need_restore("wait")
+        self._copies.settle()
+        deadline = self._clock.mono_s() + timeout_s
+        wait([flight.future for flight in self._in_flight], timeout=timeout_s)
+        self._collect_finished()
+        landed = self._world.all_true(not self._in_flight)
+
+        def committed() -> bool:
+            left_s = max(0.0, deadline - self._clock.mono_s())
+            limit_s = min(left_s, _COMMIT_WAIT_S) if landed else 0.0
+            newest = self._log.newest()
+            done = newest is not None and newest.checkpoint.step >= self.last_step
+            return done or self._log.wait_committed(CheckpointId(self.last_step, 0), limit_s)
+
+        return self.last_step == 0 or self._on_rank_0(committed)
+
+    def close(self) -> None:
+        """The last save is committed, as far as the storage allows, and the slots are gone. Nothing happens twice."""
+        if self._closed or self._state is None:
+            return
+        self._closed = True
+        if not self.wait():
+            logger.error("The save of step %d was not committed: the newest checkpoint is older.", self.last_step)
+        self._release_threads()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.close()
+        elif self._state is not None and not self._closed:  # other ranks may be gone: nothing collective
+            self._closed = True
+            self._release_threads()
+
+    def _open(self) -> None:
+        """Join the ranks, number this attempt, finish what earlier ones left on this node, fence them. Collective."""
+        together = dist.is_available() and dist.is_initialized()
+        self._world = World.join(dist.get_rank() if together else 0, dist.get_world_size() if together else 1)
+        self._control = ControlWord(self._world)
+        self._store = open_store(self._spec)
+        self._board = LandingBoard(self._store)
+        self._log = CommitLog(
+            run=self._name,
+            store=self._store,
+            clock=self._clock,
+            keep_last=self._config.keep_last,
+            keep_every=self._config.keep_every,
+        )
+
+        def begin() -> int:
+            self._log.open()
+            return self._board.begin_attempt(self._log.highest_attempt + 1)
+
+        self._attempt: int = self._on_rank_0(begin)
+        nodes = self._world.gather((socket.gethostname(), str(self._local_dir.absolute())))
+        self._ranks_of_node = [rank for rank, node in enumerate(nodes) if node == nodes[self._world.world_rank]]
+        self._local_checkpoints = local_checkpoints_dir(self._local_dir, self._key)
+        slots = slots_dirs(self._local_dir, self._key, self._config.staging_dir)
+        self._vault = CheckpointVault(
+            node_id=nodes[self._world.world_rank][0],
+            store=self._store,
+            coordinator=_Board(self._board),
+            local_checkpoints=self._local_checkpoints,
+            slots=slots,
+            journals=journals_dir(self._local_dir, self._key),
+        )
+        if self._ranks_of_node[0] == self._world.world_rank:
+            self._vault.adopt(self._attempt)
+        self._world.all_true(True)  # every node has finished what lay there
+        self._on_rank_0(self._commit_leftovers)
+        self._stager = RankStager(self._world, self._choose_slots)
+        self._copies = DeferredCopies(self._hand_over)
+        self._uploads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-upload")
+        self._cadence = SaveCadence.parse(self._config.every, world=self._world.world_size)
+
+    def _commit_leftovers(self) -> None:
+        committer = Committer(self._log, self._board, attempt=self._attempt, world_size=self._world.world_size)
+        for checkpoint in self._board.waiting():
+            if checkpoint.attempt < self._attempt:
+                if committer.commit_if_whole(checkpoint):
+                    logger.info("Committed step %d, which an earlier start had staged.", checkpoint.step)
+                self._board.clear(checkpoint)
+
+    def _source(self, record: CommitRecord) -> CheckpointSource:
+        folder = record.checkpoint.folder
+        local = self._local_checkpoints / folder
+        return LocalFirstSource(record, [local], StoreSource(record, self._store, f"{CHECKPOINTS}/{folder}", local))
+
+    def _prepare(self) -> None:
+        assert self._state is not None
+        self._prepared = True
+        self._stager.prepare(collect_state(**self._state))
+
+    def _due(self, step: int) -> bool:
+        if self._world.world_rank != 0:
+            return False
+        now = self._clock.mono_s()
+        decision = self._cadence.decide(
+            CadenceState(
+                step=step,
+                now_mono_s=now,
+                last_save_step=self.last_step,
+                last_save_mono_s=self._last_save_mono_s,
+                saves_in_flight=sum(not flight.future.done() for flight in self._in_flight),
+                stall_s=self._stall_s,
+                latency_s=self._latency_s,
+                failures=self._attempt - 1,
+                exposure_s=(now - self._started_mono_s) * self._world.world_size,
+            )
+        )
+        return decision.save
+
+    def _save(self, step: int, cursors: Mapping[str, Mapping[str, Any]] | None, *, must: bool) -> bool:
+        assert self._state is not None
+        started = self._clock.mono_s()
+        self._copies.settle()
+        self._collect_finished()
+        if self._committer is not None and self._committer.fenced is not None:
+            raise self._committer.fenced
+        tree = collect_state(**self._state)
+        self._stager.plan_for(tree)
+        if must or self._config.when_full == "wait":
+            while self._stager.num_free == 0 and self._in_flight:
+                wait([self._in_flight[0].future])
+                self._collect_finished()
+        checkpoint = CheckpointId(step, self._attempt)
+        extra = {"rng_seed": torch.initial_seed()}
+        pending = self._stager.begin(tree, checkpoint, rank_state=capture_rng(), cursors=cursors, extra=extra)
+        if pending is None:
+            self.skipped += 1
+            if self._world.world_rank == 0:
+                logger.warning("The save at step %d was skipped: a rank had no free staging slot.", step)
+            return False
+        if self._committer is not None:
+            self._committer.expect(checkpoint)
+        self._copies.take(pending, self._state["optimizer"])
+        self.last_step = step
+        self._last_save_mono_s = self._clock.mono_s()
+        self._stall_s = self._last_save_mono_s - started
+        return True
+
+    def _hand_over(self, staged: StagedSlice) -> None:
+        future = self._uploads.submit(self._vault.persist, staged)
+        self._in_flight.append(_InFlight(staged, future, self._clock.mono_s()))
+
+    def _collect_finished(self) -> None:
+        for flight in [f for f in self._in_flight if f.future.done()]:
+            self._in_flight.remove(flight)
+            self._stager.release(flight.staged.slot_path)
+            error = flight.future.exception()
+            if error is None:
+                self._latency_s = self._clock.mono_s() - flight.sent_mono_s
+            elif isinstance(error, FencedError):
+                raise error
+            else:
+                step = flight.staged.checkpoint.step
+                logger.error("The save of step %d failed; training goes on from the one before: %s", step, error)
+
+    def _choose_slots(self, plan: SavePlan) -> Path:
+        need = plan.image_bytes * 2 * len(self._ranks_of_node)
+        folders = slots_dirs(self._local_dir, self._key, self._config.staging_dir)
+        chosen = next((folder for folder in folders if free_bytes(folder) > need), folders[-1])
+        if chosen != folders[0]:
+            logger.warning("%s has no room for %d bytes of staging slots: they go to %s.", folders[0], need, chosen)
+        return attempt_dir(chosen, self._attempt)
+
+    def _release_threads(self) -> None:
+        self._copies.close()
+        self._uploads.shutdown(wait=True)
+        if self._committer is not None:
+            self._committer.close(_COMMIT_WAIT_S)
+        self._stager.close()
+
+    def _on_rank_0(self, action: Callable[[], T]) -> T:
+        """What `action` gives or raises at rank 0, on every rank."""
+        answer: tuple[T | None, GoodputError | None] = (None, None)
+        if self._world.world_rank == 0:
+            try:
+                answer = action(), None
+            except GoodputError as error:
+                answer = None, error
+        value, error = self._world.broadcast(answer)
+        if error is not None:
+            raise error
+        return value  # pyright: ignore[reportReturnType]
+
+    def _need_restore(self, what: str) -> None:
+        if self._state is None:
+            raise SessionError(
+                f"Checkpointer.{what} was used before restore(model=..., optimizer=...): restore first, also on a "
+                "fresh run, so that a restart goes on where this run stops."
+            )

@@ -1,0 +1,187 @@
+"""`rg.Checkpointer` in one process: the whole life of a save without Ray."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ray_goodput as rg
+from ray_goodput.actors.vault import CheckpointVault
+from ray_goodput.checkpoint.slots import staged_in
+from ray_goodput.errors import ConfigError, FencedError, SessionError, StagingFullError, StorageError
+
+
+@pytest.fixture(autouse=True)
+def local_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RAY_GOODPUT_LOCAL_DIR", str(tmp_path / "node"))
+    return tmp_path / "node"
+
+
+class Job:
+    """A model, its optimizer and a scheduler; `train` goes on after the step of the restore."""
+
+    def __init__(self, uri: Any, **config: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Linear(6, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
+        self.saves = rg.Checkpointer(uri, config=rg.CheckpointConfig(**{"every": 2, "when_full": "wait", **config}))
+        self.start = self.saves.restore(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
+
+    def train(self, steps: int) -> list[int]:
+        """Up to step number `steps`; the steps that were saved."""
+        saved = []
+        for step in range(self.start + 1, steps + 1):
+            self.model(torch.full((4, 6), float(step))).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            if self.saves.step(step, cursors={"train": {"samples": 4 * step}}):
+                saved.append(step)
+        return saved
+
+    def weights(self) -> list[torch.Tensor]:
+        return [value.clone() for value in self.model.state_dict().values()]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_run_that_is_stopped_and_started_again_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole = Job(tmp_path / "whole")
+    assert whole.train(10) == [2, 4, 6, 8, 10]
+    first = Job(tmp_path / "parts", every=3)
+    assert first.train(7) == [3, 6]
+    first.saves.close()
+    second = Job(tmp_path / "parts")
+    assert (second.start, second.saves.attempt) == (6, 2)
+    assert second.saves.cursors == {"train": {"samples": 24}}
+    second.train(10)
+    assert equal(second.weights(), whole.weights())
+    assert second.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+    whole.saves.close()
+    second.saves.close()
+    found = rg.latest_complete(tmp_path / "parts", verify=True)
+    assert found is not None and found.endswith("checkpoints/step-0000000010-2")
+
+
+def test_only_what_the_configuration_keeps_stays_in_storage_and_no_slot_is_left(
+    tmp_path: Path, local_dir: Path
+) -> None:
+    job = Job(tmp_path / "run", every=1, keep_last=2, when_full="wait", staging_dir=str(tmp_path / "slots"))
+    job.train(6)
+    job.saves.close()
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if any(path.iterdir()))
+    assert names == ["step-0000000005-1", "step-0000000006-1"]
+    assert list((tmp_path / "slots").rglob("*.slot")) == []
+    assert [p for p in (tmp_path / "run" / "landing").rglob("*") if p.is_file()] == []
+
+
+def test_what_a_killed_process_staged_is_committed_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointVault, "persist", lambda self, staged: None)  # killed before the upload
+        killed = Job(tmp_path / "run", staging_dir=str(tmp_path / "slots"))
+        killed.train(2)
+        killed.saves._uploads.shutdown()
+    (folder,) = (tmp_path / "slots").rglob("attempt-0001")
+    assert [staged.checkpoint.step for staged in staged_in(folder)] == [2]
+    after = Job(tmp_path / "run", staging_dir=str(tmp_path / "slots"))
+    assert after.start == 2 and equal(after.weights(), killed.weights())
+    assert not folder.exists()
+    after.saves.close()
+
+
+def test_an_earlier_start_that_is_still_alive_can_commit_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Job(tmp_path / "run")
+    old.train(2)
+    assert old.saves.wait()
+    monkeypatch.setenv("RAY_GOODPUT_LOCAL_DIR", str(tmp_path / "another node"))
+    new = Job(tmp_path / "run")
+    assert new.start == 2
+    assert old.saves.save(3)
+    assert not old.saves.wait(timeout_s=2.0)
+    with pytest.raises(FencedError, match="Attempt 2 of this run has begun"):
+        old.saves.save(4)
+    new.saves.save(3)
+    new.saves.close()
+    found = rg.latest_complete(tmp_path / "run")
+    assert found is not None and found.endswith("step-0000000003-2")
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path / "run")
+    job.train(4)
+    job.saves.close()
+    for copy in tmp_path.rglob("step-0000000004-1/__0_0.distcp"):
+        copy.write_bytes(copy.read_bytes()[:-1])
+    with caplog.at_level(logging.WARNING, logger="ray_goodput"):
+        assert Job(tmp_path / "run").start == 2
+    assert "step-0000000004-1 is damaged" in caplog.text
+
+
+def test_a_failing_storage_costs_saves_but_not_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: Any, staged: Any) -> None:
+        raise StorageError("the bucket is gone")
+
+    monkeypatch.setattr(CheckpointVault, "persist", refuse)
+    job = Job(tmp_path / "run", every=1)
+    job.train(6)
+    assert not job.saves.wait(timeout_s=0.0)
+    assert "the bucket is gone" in caplog.text
+    job.saves._release_threads()
+
+
+def test_a_disk_without_room_for_slots_costs_saves_but_not_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any, size: int) -> None:
+        raise StagingFullError("Staging needs 4 MiB more.")
+
+    monkeypatch.setattr("ray_goodput.checkpoint.slots.Slot._reserve", full)
+    job = Job(tmp_path / "run", every=1)
+    assert job.train(3) == [] and job.saves.skipped == 2
+    assert job.saves.save(3) is False
+    job.saves.close()
+
+
+def test_an_earlier_start_on_the_same_node_loses_its_slots_and_skips_its_saves(tmp_path: Path) -> None:
+    old = Job(tmp_path / "run")
+    old.train(2)
+    assert old.saves.wait()
+    new = Job(tmp_path / "run")
+    assert old.saves.save(3) is False
+    new.saves.close()
+    assert Job(tmp_path / "run").start == 2
+
+
+def test_an_error_in_the_training_loop_leaves_at_once_and_keeps_what_was_saved(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run")
+    with pytest.raises(ZeroDivisionError), job.saves:
+        job.train(4)
+        _ = 1 / 0
+    assert Job(tmp_path / "run").start == 4
+
+
+def test_methods_out_of_order_say_what_to_do(tmp_path: Path) -> None:
+    saves = rg.Checkpointer(tmp_path / "run")
+    with pytest.raises(SessionError, match="restore first"):
+        saves.save(1)
+    with pytest.raises(ConfigError, match="has no state_dict"):
+        saves.restore(model=nn.Linear(1, 1), table=object())
+    saves.restore(model=nn.Linear(1, 1))
+    with pytest.raises(SessionError, match="twice"):
+        saves.restore(model=nn.Linear(1, 1))
+    saves.close()
+    saves.close()
