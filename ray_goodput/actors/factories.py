@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _IMMORTAL = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "namespace": NAMESPACE}
 _NICENESS = 10
+_CONTROL = "control"  # the group of threads of the calls that uploads must not delay
 _DEAD_DRIVER_WAIT_S = 15.0
 _MAX_PAUSE_S = 30.0
 
@@ -91,6 +92,11 @@ class _VaultProcess(CheckpointVault):
             slots=slots_dirs(local_dir, spec.key, spec.checkpoint.staging_dir),
             journals=journals_dir(local_dir, spec.key),
         )
+
+    @ray.method(concurrency_group=_CONTROL)
+    def ping(self) -> str:
+        """Answers also while uploads hold every other thread: a vault that is silent costs its node the run."""
+        return super().ping()
 
 
 class _Opens(Protocol):
@@ -149,10 +155,15 @@ def start_coordinator(spec: RunSpec) -> Any:
     return handle
 
 
+def vault_class() -> Any:
+    remote: Any = ray.remote  # its overloads do not know of groups
+    return remote(concurrency_groups={_CONTROL: 2})(_VaultProcess)
+
+
 def start_vault(spec: RunSpec, node_id: str) -> Any:
     """The vault of a node, started if there is none; returns at once. Owned by the calling process."""
     return (
-        ray.remote(_VaultProcess)
+        vault_class()
         .options(
             name=vault_name(spec.key, node_id),
             get_if_exists=True,

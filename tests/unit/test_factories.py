@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_goodput.actors.factories import open_patiently
+from ray_goodput.actors.factories import open_patiently, vault_class
 from ray_goodput.errors import StorageAccessError, StorageError
 
 
@@ -39,3 +39,10 @@ def test_at_the_start_of_a_run_a_storage_that_cannot_be_read_is_said_at_once() -
 def test_what_is_no_storage_failure_is_never_waited_for() -> None:
     with pytest.raises(ZeroDivisionError):
         open_patiently(Opening(ZeroDivisionError()), first_life=False, sleep=lambda s: None)
+
+
+def test_a_vaults_ping_has_threads_that_no_upload_can_hold() -> None:
+    meta = vault_class().__ray_metadata__
+    groups = meta.method_meta.concurrency_group_for_methods
+    assert set(groups) == {"ping"}
+    assert meta.concurrency_groups[groups["ping"]] >= 1
