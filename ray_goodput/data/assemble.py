@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 
 from ray_goodput.core.batches import BatchPlan, BatchRange, batch_weight, local_slots
-from ray_goodput.core.order import TAG_TRANSFORM, Int64Array, SampleOrder, philox
+from ray_goodput.core.order import Int64Array, SampleOrder
 from ray_goodput.data.batch import Batch
 from ray_goodput.data.columns import ShardColumns
+from ray_goodput.data.transforms import SampleTransforms
 from ray_goodput.errors import DataError
 
 # Locating costs per lane touched, so it is done for many batches at once; this many slots take about 10 ms.
 _LOCATE_SLOTS = 16_384
 
-Transform = Callable[..., Mapping[str, Any]]
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 
 
@@ -73,7 +73,7 @@ class BatchBuilder:
         table: Callable[[int], pa.Table],
         *,
         columns: Sequence[str] | None,
-        transform: Transform | None,
+        transforms: SampleTransforms | None,
         collate: Collate | None,
         dp_world: int,
         max_open: int,
@@ -81,7 +81,7 @@ class BatchBuilder:
         self._order = order
         self._table = table
         self._columns = columns
-        self._transform = transform
+        self._transforms = transforms
         self._collate = collate
         self._dp_world = dp_world
         self._max_open = max_open
@@ -92,30 +92,26 @@ class BatchBuilder:
 
         Raises: ShardReadError, ObjectChangedError, or whatever `transform` and `collate` raise.
         """
-        batch, slots, data_shards, rows = located
-        ids = self._order.sample_ids(data_shards, rows)
-        if not len(slots):
-            return self._padding(batch)
-        return Batch(
-            self._collated(slots, ids, self._gather(data_shards, rows)),
-            sample_ids=torch.from_numpy(ids),
-            weight=batch_weight(len(slots), batch.size, self._dp_world),
-            index=batch.index,
-            samples_end=batch.samples_end,
-        )
+        return self.begin(located)()
 
-    def _padding(self, batch: BatchRange) -> Batch:
-        """The batch's first sample, once more, counting nothing.
+    def begin(self, located: LocatedBatch) -> Callable[[], Batch]:
+        """The batch's rows are read and on their way through `transform`; calling what is returned gives the batch.
 
-        Not an empty batch: the mean over no samples is NaN, and NaN times weight 0 would spoil everybody's gradient.
+        Both may raise, as `build` does.
         """
-        slots = np.array([batch.start], dtype=np.int64)
-        data_shards, rows = self._order.locate(slots)
+        batch, slots, data_shards, rows = located
+        padding = not len(slots)
+        if padding:
+            # The batch's first sample, once more, counting nothing. Not an empty batch: the mean over no samples is
+            # NaN, and NaN times weight 0 would spoil everybody's gradient.
+            slots = np.array([batch.start], dtype=np.int64)
+            data_shards, rows = self._order.locate(slots)
         ids = self._order.sample_ids(data_shards, rows)
-        return Batch(
-            self._collated(slots, ids, self._gather(data_shards, rows)),
-            sample_ids=torch.empty(0, dtype=torch.int64),
-            weight=0.0,
+        columns = self._collated(slots, ids, self._gather(data_shards, rows))
+        return lambda: Batch(
+            columns(),
+            sample_ids=torch.empty(0, dtype=torch.int64) if padding else torch.from_numpy(ids),
+            weight=0.0 if padding else batch_weight(len(slots), batch.size, self._dp_world),
             index=batch.index,
             samples_end=batch.samples_end,
         )
@@ -141,28 +137,23 @@ class BatchBuilder:
         back[by_shard] = np.arange(len(by_shard))
         return {name: _take(name, segments, back) for name in segments[0].columns.names}
 
-    def _collated(self, slots: Int64Array, ids: Int64Array, gathered: dict[str, Any]) -> dict[str, Any]:
-        if self._transform is None and self._collate is None:
-            return {name: _as_column(values) for name, values in gathered.items()}
+    def _collated(self, slots: Int64Array, ids: Int64Array, gathered: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+        if self._transforms is None and self._collate is None:
+            return lambda: {name: _as_column(values) for name, values in gathered.items()}
         samples: list[Any] = [{name: values[i] for name, values in gathered.items()} for i in range(len(slots))]
-        if self._transform is not None:
-            epochs = slots // self._order.num_samples
-            keys = zip(epochs.tolist(), ids.tolist(), strict=True)
-            samples = [self._transformed(self._transform, *key, s) for key, s in zip(keys, samples, strict=True)]
+        if self._transforms is None:
+            return lambda: self._columns_of(samples)
+        epochs = slots // self._order.num_samples
+        results = self._transforms.begin(list(zip(epochs.tolist(), ids.tolist(), strict=True)), samples)
+        return lambda: self._columns_of(results())
+
+    def _columns_of(self, samples: list[Any]) -> dict[str, Any]:
         columns = stack_samples(samples) if self._collate is None else self._collate(samples)
         if not isinstance(columns, Mapping):
             raise DataError(
                 f"collate= returned a {type(columns).__name__}: return a mapping from column name to values."
             )
         return dict(columns)
-
-    def _transformed(self, transform: Transform, epoch: int, sample_id: int, sample: dict[str, Any]) -> Any:
-        rng = np.random.Generator(philox(TAG_TRANSFORM, self._order.seed, epoch, sample_id))
-        try:
-            return transform(sample, rng)
-        except Exception as error:  # the user's own: passed on as it is, with the sample that shows it
-            error.add_note(f"ray_goodput: raised by transform= for sample_id {sample_id} in epoch {epoch}")
-            raise
 
 
 def stack_samples(samples: Sequence[Any]) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class ShardedDataset:
     transform: `f(sample: dict, rng: numpy.random.Generator) -> dict`, per sample. `rng` depends on seed, epoch and
         sample only, so that augmentation survives a restart. Must be picklable under Ray.
     collate: `f(samples: list[dict]) -> Mapping`, instead of the default that stacks.
+    workers, worker_kind: how many threads, or spawned processes ("process"), of each rank run `transform`; 0: the one
+        thread that builds batches. Results do not depend on it.
     drop_last: leave out the last N mod G samples of each epoch, instead of a batch that holds two epochs' samples.
     storage_options: as for s3fs and fsspec.
     format: "auto" for the format of the file name's extension (parquet for a folder), a format's name ("parquet",
@@ -59,6 +61,8 @@ class ShardedDataset:
     columns: Sequence[str] | None = None
     transform: Callable[..., Mapping[str, Any]] | None = None
     collate: Callable[[list[Any]], Mapping[str, Any]] | None = None
+    workers: int = 0
+    worker_kind: Literal["thread", "process"] = "thread"
     drop_last: bool = False
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     format: str | ShardFormat = "auto"
@@ -93,6 +97,10 @@ class ShardedDataset:
         for name in ("transform", "collate"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise ConfigError(f"ShardedDataset({name}={getattr(self, name)!r}): give a function, or None.")
+        if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 0:
+            raise ConfigError(f"ShardedDataset(workers={self.workers!r}): give an integer of at least 0.")
+        if self.worker_kind not in ("thread", "process"):
+            raise ConfigError(f'ShardedDataset(worker_kind={self.worker_kind!r}): give "thread" or "process".')
         if self.on_change not in ("fail", "accept"):
             raise ConfigError(f'ShardedDataset(on_change={self.on_change!r}): give "fail" or "accept".')
         if not isinstance(self.format, str) and not hasattr(self.format, "read_table"):
@@ -231,6 +239,8 @@ class ShardedDataset:
             drop_last=self.drop_last,
             transform=self.transform,
             collate=self.collate,
+            workers=self.workers,
+            worker_kind=self.worker_kind,
             device=device,
         )
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -16,8 +16,9 @@ import torch
 from ray_goodput.core.batches import BatchPlan
 from ray_goodput.core.order import SampleOrder
 from ray_goodput.core.placement import live_set
-from ray_goodput.data.assemble import BatchBuilder, Collate, Transform, located_batches
+from ray_goodput.data.assemble import BatchBuilder, Collate, located_batches
 from ray_goodput.data.batch import Batch
+from ray_goodput.data.transforms import SampleTransforms, Transform, WorkerKind
 from ray_goodput.errors import ConfigError
 
 __all__ = ["Batch", "BatchLoader", "ShardSource"]
@@ -49,7 +50,8 @@ class BatchLoader:
     start: samples consumed. If it is no multiple of the batch size (which was changed between runs), batches are
         [start, start + G), and so on: nothing is skipped or repeated.
     epochs: counted from position 0; None: no end. Nothing is left after the last one: an empty iterator.
-    depth: batches that are ready ahead of the consumer.
+    workers, worker_kind: threads or spawned processes that run `transform`; see `SampleTransforms`.
+    depth: batches that are ready ahead of the consumer; with workers, as many more are being transformed.
     device: where the tensors shall be; to a CUDA device they go by pinned memory, asynchronously.
 
     The loader never moves the cursor: batches in the queue are not trained on yet. It closes `source` when it is
@@ -70,6 +72,8 @@ class BatchLoader:
         drop_last: bool = False,
         transform: Transform | None = None,
         collate: Collate | None = None,
+        workers: int = 0,
+        worker_kind: WorkerKind = "thread",
         depth: int = 2,
         device: torch.device | str | None = None,
     ) -> None:
@@ -85,11 +89,15 @@ class BatchLoader:
         self._device = None if device is None else torch.device(device)
         self._located = located_batches(order, self.plan, start, dp_rank=dp_rank, dp_world=dp_world)
         live = live_set(order, global_batch_size, [dp_rank], dp_world)
+        self._transforms = (
+            None if transform is None else SampleTransforms(transform, order.seed, workers=workers, kind=worker_kind)
+        )
+        self._num_begun = depth if workers and transform is not None else 0
         self._builder = BatchBuilder(
             order,
             source.table,
             columns=columns,
-            transform=transform,
+            transforms=self._transforms,
             collate=collate,
             dp_world=dp_world,
             max_open=min(live + order.window, _MAX_OPEN_SHARDS),
@@ -137,6 +145,8 @@ class BatchLoader:
             self._ready.clear()
             self._changed.notify_all()
         if first:
+            if self._transforms is not None:
+                self._transforms.close()
             self._source.close(timeout_s)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -158,10 +168,10 @@ class BatchLoader:
 
     def _produce(self) -> None:
         try:
-            for located in self._located:
+            for finish in self._begun():
                 if self._closed:
                     return
-                batch = self._builder.build(located)
+                batch = finish()
                 if self._device is not None and self._device.type == "cuda":
                     batch = batch.pin_memory()
                 if not self._offer(batch):
@@ -175,6 +185,19 @@ class BatchLoader:
             with self._changed:
                 self._finished = True
                 self._changed.notify_all()
+
+    def _begun(self) -> Iterator[Callable[[], Batch]]:
+        """Batches in order, to be finished, while those after them are in the hands of the transform's workers."""
+        begun: deque[Callable[[], Batch]] = deque()
+        for located in self._located:
+            try:
+                begun.append(self._builder.begin(located))
+            except Exception:
+                yield from begun  # what came before is whole
+                raise
+            if len(begun) > self._num_begun:
+                yield begun.popleft()
+        yield from begun
 
     def _offer(self, batch: Batch) -> bool:
         """Queue the batch once there is room; False if the loader was closed meanwhile."""
