@@ -94,6 +94,7 @@ class RankStager:
 
         Raises:
             CheckpointError: the state of some rank cannot be saved; on every rank.
+            Exception: what else failed on a rank (a device, a disk); on other ranks a RuntimeError that tells of it.
         """
         self.plan_for(tree)
         assert self._stager is not None
@@ -139,7 +140,9 @@ class RankStager:
             elif rank == self._ranks.world_rank and problem is not None:
                 raise problem
             else:
-                raise CheckpointError(f"Rank {rank} cannot save: {error}") from None
+                # As `error` is none of ours, so is what is raised for it: ours would mean that trying again is useless.
+                kind = CheckpointError if isinstance(error, GoodputError) else RuntimeError
+                raise kind(f"Rank {rank} cannot save: {error}") from None
 
     def _open(self, device: int | None) -> None:
         assert self._stager is not None
@@ -157,9 +160,9 @@ class RankStager:
             self._opening = None
 
 
-def _summary(error: Exception) -> CheckpointError:
+def _summary(error: Exception) -> RuntimeError:
     """What can be sent to other processes, whatever the exception holds."""
-    return CheckpointError(f"{type(error).__name__}: {error}")
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _uses_cuda() -> bool:

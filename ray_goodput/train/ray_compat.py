@@ -35,7 +35,7 @@ from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, Wo
 
 from ray_goodput.core.budget import FailureKind
 from ray_goodput.core.run_state import WorkerInfo
-from ray_goodput.errors import GoodputError, StorageError
+from ray_goodput.errors import GoodputError, RunError, ShardReadError, StorageError
 
 __all__ = [
     "ControllerCallback",
@@ -58,6 +58,7 @@ __all__ = [
 ]
 
 _CALL_TIMEOUT_S = 5.0
+_MAY_PASS = (StorageError, ShardReadError, RunError)  # a storage or an actor that was away for longer than our tries
 
 
 def in_train_worker() -> bool:
@@ -89,12 +90,13 @@ def worker_infos(workers: Sequence[Any]) -> tuple[WorkerInfo, ...]:
 
 
 def goodput_error_in(error: BaseException) -> GoodputError | None:
-    """Our own error a worker raised, if the failure holds one."""
+    """Our own error a worker raised, if the failure holds one; of several, one that is certain to come again."""
     if isinstance(error, WorkerGroupError):
-        for failure in error.worker_failures.values():
-            cause = failure._base_exc if isinstance(failure, UserExceptionWithTraceback) else failure
-            if isinstance(cause, GoodputError):
-                return cause
+        causes = [
+            f._base_exc if isinstance(f, UserExceptionWithTraceback) else f for f in error.worker_failures.values()
+        ]
+        ours = [cause for cause in causes if isinstance(cause, GoodputError)]
+        return min(ours, key=lambda cause: isinstance(cause, _MAY_PASS), default=None)
     if isinstance(error, ControllerError) and isinstance(error.controller_failure, GoodputError):
         return error.controller_failure
     return None
@@ -103,10 +105,11 @@ def goodput_error_in(error: BaseException) -> GoodputError | None:
 def classify_failure(error: TrainingFailedError) -> tuple[FailureKind, str, tuple[int, ...]]:
     """Kind, one-line message and ranks of a failure.
 
-    A storage that failed may work next time; every other error of our own means that the input is wrong.
+    What a storage or an actor failed to do may work next time, within the failure budget; every other error of our own
+    means that the input is wrong.
     """
     ours = goodput_error_in(error)
-    if ours is not None and not isinstance(ours, StorageError):
+    if ours is not None and not isinstance(ours, _MAY_PASS):
         ranks = tuple(sorted(error.worker_failures)) if isinstance(error, WorkerGroupError) else ()
         return FailureKind.USER_ERROR, str(ours), ranks
     if _is_preemption_failure(error):

@@ -19,7 +19,7 @@ from ray_goodput.actors.vault import journal_path
 from ray_goodput.clock import Clock, SystemClock
 from ray_goodput.config import environment
 from ray_goodput.core.run_state import HeartbeatAnswer, WorkerInfo
-from ray_goodput.errors import SessionError
+from ray_goodput.errors import RunError
 from ray_goodput.goodput.journal import JournalPage, JournalWriter
 from ray_goodput.goodput.recorder import Recorder
 from ray_goodput.storage import open_store
@@ -59,7 +59,7 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
     """Join the run: learn the attempt from the coordinator, find the node's actors, start the journal. Collective.
 
     Raises:
-        SessionError: the node's vault or shard cache could not be found.
+        RunError: the node's vault or shard cache could not be found.
     """
     context = ray.train.get_context()
     key = spec.run.key
@@ -116,14 +116,18 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
 
 
 def _node_actor(name: str) -> Any:
-    """The handle of an actor that the controller starts on this node, which may still be on its way."""
+    """The handle of an actor that the controller starts on this node, which may still be on its way.
+
+    Raises:
+        RunError: it did not come in time; the next attempt may have more luck.
+    """
     deadline = time.monotonic() + _ACTOR_WAIT_S
     while True:
         try:
             return ray.get_actor(name, namespace=NAMESPACE)
         except ValueError:
             if time.monotonic() > deadline:
-                raise SessionError(
+                raise RunError(
                     f"The actor {name} did not appear within {_ACTOR_WAIT_S:.0f} s: "
                     "the log of the Ray Train controller says why."
                 ) from None
