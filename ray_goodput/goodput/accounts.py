@@ -7,6 +7,7 @@ shutdown, and clocks of two machines are never subtracted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -45,15 +46,16 @@ def close_books(
     """The report as of `at` (coordinator's clock); what has an end already is not touched by `at`."""
     placed: list[_Placed] = []
     rest = _Sums()  # of sessions without an attempt
-    wall = 0.0
+    lives: list[tuple[float, float]] = []
     for session in sessions:
         end = session.ended_at if session.ended_at is not None else at
         end = max(end, session.started_at)
-        wall += end - session.started_at
+        lives.append((session.started_at, end))
         here = _place(session, end, target_world, heartbeat_s)
         placed += here
         if not here:
             rest.s[Bucket.STARTUP] += target_world * (end - session.started_at)
+    wall = counted_s(lives, math.inf)
     began = [p.book.began for p in placed]
     committed = lost = 0.0
     for i, p in enumerate(placed):
@@ -84,7 +86,7 @@ def close_books(
         durable_step=durable_step,
         finished=bool(sessions) and sessions[-1].ended_at is not None,
         attempts=tuple(_attempt_report(p) for p in placed),
-        incidents=tuple(_incidents(placed, at)),
+        incidents=tuple(_incidents(placed, lives, at)),
     )
 
 
@@ -209,7 +211,12 @@ def _attempt_report(placed: _Placed) -> AttemptReport:
     )
 
 
-def _incidents(placed: Sequence[_Placed], at: float) -> list[Incident]:
+def counted_s(lives: Sequence[tuple[float, float]], at: float) -> float:
+    """Seconds of a run's own time up to `at`: its drivers lived from `start` to `end`, what is between counts as none."""
+    return sum(max(0.0, min(at, end) - start) for start, end in lives)
+
+
+def _incidents(placed: Sequence[_Placed], lives: Sequence[tuple[float, float]], at: float) -> list[Incident]:
     incidents: list[Incident] = []
     reached: int | None = None
     for i, p in enumerate(placed):
@@ -232,7 +239,7 @@ def _incidents(placed: Sequence[_Placed], at: float) -> list[Incident]:
                 step_resumed=resumed,
                 steps_lost=max(0, (reached or 0) - resumed) if resumed is not None else 0,
                 lost_s=p.sums.s[Bucket.LOST],
-                down_s=max(0.0, (at if back is None else back) - _last_sign(p)),
+                down_s=max(0.0, counted_s(lives, at if back is None else back) - counted_s(lives, _last_sign(p))),
             )
         )
     return incidents

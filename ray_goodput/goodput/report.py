@@ -33,7 +33,7 @@ class Incident:
 
     ranks: those told to be lost. step_reached: the last step done before; step_resumed: the next attempt went on after
     this one (None while it has not). lost_s: rank-seconds of steps rolled back. down_s: from the first rank's last sign
-    of life to the end of the first new step, or to the end of the books.
+    of life to the end of the first new step, or to the end of the books; time without a driver is not counted.
     """
 
     attempt: int

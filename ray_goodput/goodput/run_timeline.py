@@ -6,6 +6,7 @@ What the journals do not cover (before and after them, between attempts, ranks t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_goodput.core.buckets import Bucket
-from ray_goodput.goodput.accounts import AttemptSpan, attempt_spans
+from ray_goodput.goodput.accounts import AttemptSpan, attempt_spans, counted_s
 from ray_goodput.goodput.books import NUM_BUCKETS, RankBook
 from ray_goodput.goodput.ledger import Ledger
 from ray_goodput.goodput.timeline import Timeline
@@ -59,11 +60,11 @@ class RunTimeline:
 
     @property
     def wall_s(self) -> float:
-        return sum(end - start for start, end in self.sessions)
+        return self.counted_s(math.inf)
 
     def counted_s(self, at: float) -> float:
         """Seconds of the run's own time up to `at`: time without a driver is left out."""
-        return sum(max(0.0, min(at, end) - start) for start, end in self.sessions)
+        return counted_s(self.sessions, at)
 
     def columns(self, world_rank: int, num: int) -> npt.NDArray[np.float64]:
         """The rank's life as `num` equal parts of the run's time: seconds by bucket, shape (num, 14)."""

@@ -83,3 +83,17 @@ def test_the_loss_curve_falls_from_left_to_right() -> None:
 )
 def test_odd_losses_still_make_a_curve(points: list[tuple[int, float]], shown: str) -> None:
     assert shown in loss_curve(points)
+
+
+def test_an_incident_that_a_later_driver_overcame_is_down_only_while_there_was_a_driver() -> None:
+    ledger = Ledger(1)
+    for start, first in ((1000.0, 1), (90_000.0, 6)):
+        ledger.run_started(start)
+        ledger.attempt_started(first, 1, start + 10)
+        ledger.rank_hello(first, 0, start + 10)
+        ledger.page(page(first, 0, steps(first, first + 4, 2.0)), at=start + 20)
+        ledger.attempt_ended(first, start + 30, "worker")
+        ledger.run_ended(start + 35)
+    first, _ = ledger.report().incidents
+    # From 1020 to the first driver's end, then to the end of the second attempt's first step.
+    assert first.down_s == pytest.approx(15 + 10 + 2)
