@@ -203,6 +203,11 @@ class RunCoordinator:
         newest = self._commits.newest()
         return newest.checkpoint.step if newest is not None else -1
 
+    def last_committed(self) -> CheckpointId | None:
+        """The good commit made last: of the latest attempt that has any, which need not be the one of the largest
+        step."""
+        return max((r.checkpoint for r in self._commits.records()), key=lambda c: (c.attempt, c.step), default=None)
+
     # for people and tools
 
     def status(self) -> RunStatus:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from ray_goodput.core.commit import CheckpointId
+
 
 class FailureKind(Enum):
     """What ended an attempt."""
@@ -18,10 +20,10 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureEvent:
-    """One failure as the driver saw it. `committed_step` is the newest commit known then, -1 for none."""
+    """One failure as the driver saw it. `committed` is the commit made last, as far as known then."""
 
     kind: FailureKind
-    committed_step: int
+    committed: CheckpointId | None
     message: str
     ranks: tuple[int, ...] = ()
 
@@ -31,7 +33,7 @@ class BudgetState:
     """Failures since the last commit, by the rule's own count."""
 
     failures_without_progress: int = 0
-    committed_step: int = -1
+    committed: CheckpointId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +44,16 @@ class RetryDecision:
 
 
 def decide_retry(state: BudgetState, event: FailureEvent, *, max_failures_without_progress: int) -> RetryDecision:
-    """Count failures without progress; a commit newer than the one seen at the last failure starts the count anew.
+    """Count failures without progress; a commit made after the one seen at the last failure starts the count anew.
 
+    A later attempt's commit is progress also at a lower step: it may have had to go on from an older checkpoint.
     Preemptions and starts that found no room are not the job's fault and are not counted. An error that is certain to
     come again is never retried.
     """
-    progressed = event.committed_step > state.committed_step
+    progressed = _in_order_made(event.committed) > _in_order_made(state.committed)
     count = 0 if progressed else state.failures_without_progress
-    state = replace(state, committed_step=max(state.committed_step, event.committed_step))
-    where = f"newest commit: step {state.committed_step}" if state.committed_step >= 0 else "no commit yet"
+    state = replace(state, committed=event.committed if progressed else state.committed)
+    where = f"newest commit: step {state.committed.step}" if state.committed is not None else "no commit yet"
     ranks = f" on ranks {list(event.ranks)}" if event.ranks else ""
 
     if event.kind in (FailureKind.USER_ERROR, FailureKind.CONTROLLER):
@@ -80,3 +83,7 @@ def decide_retry(state: BudgetState, event: FailureEvent, *, max_failures_withou
         ),
         state=state,
     )
+
+
+def _in_order_made(committed: CheckpointId | None) -> tuple[int, int]:
+    return (committed.attempt, committed.step) if committed is not None else (-1, -1)

@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from ray_goodput.actors.names import NAMESPACE, coordinator_name, vault_name
 from ray_goodput.config import FailureBudget
 from ray_goodput.core.budget import BudgetState, FailureEvent, RetryDecision, decide_retry
+from ray_goodput.core.commit import CheckpointId
 from ray_goodput.train.ray_compat import (
     ElasticScalingPolicy,
     FailureDecision,
@@ -41,7 +42,7 @@ class ProgressFailurePolicy(FailurePolicy):
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         kind, message, ranks = classify_failure(training_failed_error)
-        event = FailureEvent(kind=kind, committed_step=self._committed_step(), message=message, ranks=ranks)
+        event = FailureEvent(kind=kind, committed=self._last_committed(), message=message, ranks=ranks)
         decision = decide_retry(
             self._state, event, max_failures_without_progress=self._budget.max_failures_without_progress
         )
@@ -50,15 +51,15 @@ class ProgressFailurePolicy(FailurePolicy):
         self._tell(decision, event)
         return FailureDecision.RETRY if decision.retry else FailureDecision.RAISE
 
-    def _committed_step(self) -> int:
-        """Newest committed step; the last known one if the coordinator does not answer (no progress assumed)."""
+    def _last_committed(self) -> CheckpointId | None:
+        """The commit made last; the last known one if the coordinator does not answer (no progress assumed)."""
         try:
             coordinator = ray.get_actor(coordinator_name(self._run_key), namespace=NAMESPACE)
-            step: Any = ray.get(coordinator.committed_step.remote(), timeout=_ASK_TIMEOUT_S)
-            return step
+            committed: Any = ray.get(coordinator.last_committed.remote(), timeout=_ASK_TIMEOUT_S)
+            return committed
         except (ValueError, RayError, TimeoutError) as error:
             logger.warning("The run's coordinator did not say how far it is (%s).", error)
-            return self._state.committed_step
+            return self._state.committed
 
     def _tell(self, decision: RetryDecision, event: FailureEvent) -> None:
         try:

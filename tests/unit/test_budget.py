@@ -2,11 +2,16 @@
 
 import pytest
 
-from ray_goodput.core.budget import BudgetState, FailureEvent, FailureKind, decide_retry
+from ray_goodput.core.budget import BudgetState, FailureEvent, FailureKind, RetryDecision, decide_retry
+from ray_goodput.core.commit import CheckpointId
 
 
-def fail(state: BudgetState, step: int, kind: FailureKind = FailureKind.WORKER, allowed: int = 2):
-    event = FailureEvent(kind=kind, committed_step=step, message="boom", ranks=(1,))
+def fail(
+    state: BudgetState, step: int, kind: FailureKind = FailureKind.WORKER, allowed: int = 2, attempt: int = 1
+) -> RetryDecision:
+    """A failure after the commit of `step` (-1: of none)."""
+    committed = CheckpointId(step, attempt) if step >= 0 else None
+    event = FailureEvent(kind=kind, committed=committed, message="boom", ranks=(1,))
     return decide_retry(state, event, max_failures_without_progress=allowed)
 
 
@@ -47,4 +52,19 @@ def test_a_budget_of_zero_stops_at_the_first_failure() -> None:
 def test_a_coordinator_that_forgets_commits_does_not_turn_the_count_back() -> None:
     state = fail(BudgetState(), 10).state
     state = fail(state, -1).state
-    assert state.committed_step == 10 and state.failures_without_progress == 2
+    assert state.committed == CheckpointId(10, 1) and state.failures_without_progress == 2
+
+
+def test_commits_after_a_fall_back_to_an_older_checkpoint_are_progress() -> None:
+    state = fail(BudgetState(), 100, allowed=1).state  # the commit of step 100 turns out to be damaged
+    for attempt, step in enumerate((60, 70, 80), start=2):
+        decision = fail(state, step, allowed=1, attempt=attempt)
+        assert decision.retry
+        state = decision.state
+    last = fail(state, 80, allowed=1, attempt=4)
+    assert not last.retry and "step 80" in last.reason
+
+
+def test_falling_back_alone_is_no_progress() -> None:
+    state = fail(BudgetState(), 100, attempt=2, allowed=1).state
+    assert not fail(state, 50, attempt=1, allowed=1).retry

@@ -35,6 +35,20 @@ def workers(pid: int) -> tuple[WorkerInfo, ...]:
     return (WorkerInfo(world_rank=0, pid=pid, node_id="n", node_ip="10.0.0.1"),)
 
 
+def landed(step: int, attempt: int, *, world_size: int = 1) -> LandedSlice:
+    part = StagedSlice(
+        checkpoint=CheckpointId(step, attempt),
+        world_rank=0,
+        world_size=world_size,
+        slot_path="",
+        extents=(),
+        structure_digest="d",
+        cursors={},
+        metadata=b"metadata",
+    )
+    return LandedSlice(slice=part, objects=(), node_id="n", upload_s=0.1)
+
+
 def failing(store: ObjectStore, op: str, prefix: str) -> FaultyStore:
     """`store`, in which the first `op` of a key under `prefix` fails."""
     left = [1]
@@ -78,16 +92,22 @@ def test_an_attempt_whose_number_could_not_be_noted_keeps_it(tmp_path: Path, liv
     if told_by == "resume_point":
         coordinator_again.resume_point(4)
     elif told_by == "landed":
-        part = StagedSlice(
-            checkpoint=CheckpointId(10, 4),
-            world_rank=0,
-            world_size=2,
-            slot_path="",
-            extents=(),
-            structure_digest="d",
-            cursors={},
-        )
-        coordinator_again.landed(LandedSlice(slice=part, objects=(), node_id="n", upload_s=0.1))
+        coordinator_again.landed(landed(10, 4, world_size=2))
     else:
         coordinator_again.heartbeat(4, 0, page(4, 0, []), [])
     assert coordinator_again.group_allocated(workers(9)) == 5
+
+
+def test_the_commit_made_last_is_the_latest_attempts_also_below_an_older_ones_step(
+    tmp_path: Path, lives: ExitStack
+) -> None:
+    one = coordinator(LocalStore(tmp_path), lives)
+    one.open()
+    assert one.last_committed() is None
+    for step, attempt in ((90, 1), (100, 1), (60, 2)):
+        one.landed(landed(step, attempt))
+    again = coordinator(LocalStore(tmp_path), lives)
+    again.open()
+    for life in (one, again):
+        assert life.committed_step() == 100
+        assert life.last_committed() == CheckpointId(60, 2)
