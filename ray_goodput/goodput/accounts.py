@@ -212,7 +212,7 @@ def _attempt_report(placed: _Placed) -> AttemptReport:
 
 
 def counted_s(lives: Sequence[tuple[float, float]], at: float) -> float:
-    """Seconds of a run's own time up to `at`: its drivers lived from `start` to `end`, what is between counts as none."""
+    """Seconds of a run's own time up to `at`: its drivers lived from `start` to `end`, between them none passed."""
     return sum(max(0.0, min(at, end) - start) for start, end in lives)
 
 
