@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ray_goodput.core.cursor import DataCursor, check
 from ray_goodput.core.order import SampleOrder
@@ -21,10 +22,20 @@ def order_key(name: str) -> str:
     return f"data/{name}/order.json"
 
 
-def prepare_dataset(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedDataset:
+    """What `write_dataset` puts into the run's storage, once the run is this driver's alone."""
+
+    name: str
+    manifest: Manifest
+    is_stored: bool
+    order: Mapping[str, object]
+
+
+def check_dataset(
     store: ObjectStore, name: str, dataset: ShardedDataset, committed: Mapping[str, Mapping[str, object]] | None
-) -> Manifest:
-    """The manifest of `dataset` lies in the run's storage afterwards: built on the first start, kept ever after.
+) -> CheckedDataset:
+    """The run's manifest of `dataset`: the one in its storage, or a new one on the first start. Writes nothing.
 
     committed: the cursors of the newest commit, None for a fresh run.
 
@@ -37,8 +48,6 @@ def prepare_dataset(
     manifest = stored if stored is not None and same_place else dataset.manifest()
     if committed is not None and name in committed:
         check(DataCursor.from_dict(committed[name]), dataset.cursor(manifest))
-    if not same_place:
-        store.put(manifest_key(name), manifest.to_bytes())
     order = {
         "version": 1,
         "uri": dataset.manifest_uri,
@@ -48,12 +57,19 @@ def prepare_dataset(
         "window": dataset.window,
         "global_batch_size": dataset.global_batch_size,
     }
-    store.put(order_key(name), json.dumps(order, indent=1, sort_keys=True).encode())
-    return manifest
+    return CheckedDataset(name=name, manifest=manifest, is_stored=same_place, order=order)
+
+
+def write_dataset(store: ObjectStore, checked: CheckedDataset) -> None:
+    """Manifest and order lie in the run's storage, kept ever after. Only for the driver that holds the run's name:
+    under a living run they would change what its next attempt trains on."""
+    if not checked.is_stored:
+        store.put(manifest_key(checked.name), checked.manifest.to_bytes())
+    store.put(order_key(checked.name), json.dumps(checked.order, indent=1, sort_keys=True).encode())
 
 
 def load_manifest(store: ObjectStore, name: str) -> Manifest:
-    """The run's manifest of dataset `name`, as `prepare_dataset` stored it."""
+    """The run's manifest of dataset `name`, as `write_dataset` stored it."""
     return Manifest.from_bytes(store.get(manifest_key(name)))
 
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from ray_goodput.goodput.mlflow_sink import Status
 from ray_goodput.goodput.report import GoodputReport, render_table
 from ray_goodput.storage import open_store
 from ray_goodput.train.callbacks import GoodputCallback
-from ray_goodput.train.datasets import prepare_dataset
+from ray_goodput.train.datasets import CheckedDataset, check_dataset, write_dataset
 from ray_goodput.train.drain import EXIT_CODE_DRAINED, DrainOnSigterm
 from ray_goodput.train.mlflow_feed import MlflowFeed
 from ray_goodput.train.policies import FreshElasticScalingPolicy, ProgressFailurePolicy
@@ -140,7 +140,7 @@ class GoodputTrainer(TorchTrainer):
 
     def fit(self) -> GoodputResult:
         """Train to the end, through failures; goes on from the newest commit if the run name was used before."""
-        newest = self._prepare()
+        newest, datasets = self._check()
         if not ray.is_initialized():
             ray.init()
         coordinator = start_coordinator(dataclasses.replace(self._spec.run, started_at_s=time.time()))
@@ -150,6 +150,7 @@ class GoodputTrainer(TorchTrainer):
         status: Status = "FAILED"
         feed = self._start_mlflow(coordinator)
         try:
+            self._write(datasets)
             with DrainOnSigterm(coordinator) as drain:
                 result = super().fit()
             if drain.requested:
@@ -178,17 +179,22 @@ class GoodputTrainer(TorchTrainer):
         rays["metrics"] = rays["metrics"] or (end.history[-1][1] if end.history else None)
         return GoodputResult(**rays, goodput=end.report, resumes=end.resumes, history=end.history)
 
-    def _prepare(self) -> CommitRecord | None:
-        """Find out what is wrong before anything is started; leave manifests in the storage."""
+    def _check(self) -> tuple[CommitRecord | None, list[CheckedDataset]]:
+        """Find out what is wrong before anything is started; changes nothing, since another driver may hold the run."""
         spec = self._spec.run
         probe_storage(spec.store)
         store = open_store(spec.store)
         commits = CommitLog(run=spec.run, store=store, clock=SystemClock())
         commits.open()
         newest = commits.newest()
-        for name, dataset in self._spec.datasets.items():
-            prepare_dataset(store, name, dataset, newest.cursors if newest is not None else None)
-        return newest
+        cursors = newest.cursors if newest is not None else None
+        return newest, [check_dataset(store, name, data, cursors) for name, data in self._spec.datasets.items()]
+
+    def _write(self, datasets: Sequence[CheckedDataset]) -> None:
+        """The manifests are in the run's storage."""
+        store = open_store(self._spec.run.store)
+        for checked in datasets:
+            write_dataset(store, checked)
 
     def _start_mlflow(self, coordinator: Any) -> MlflowFeed | None:
         if self._mlflow is None:

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 import ray.train
 
 import ray_goodput as rg
@@ -18,11 +19,14 @@ from ray_goodput.errors import (
     DatasetMismatchError,
     EmptyDatasetError,
     GoodputError,
+    RunInUseError,
     SessionError,
     StorageAccessError,
 )
 from ray_goodput.storage import open_store
 from ray_goodput.storage.checksum import xxh3_128_hex
+from ray_goodput.train import trainer as trainer_module
+from ray_goodput.train.datasets import check_dataset, write_dataset
 from servers import MotoServer, s3_client
 
 
@@ -127,6 +131,28 @@ def test_another_dataset_or_order_than_the_cursors_is_refused_before_anything_st
     message = sentence(DatasetMismatchError, other.fit)
     assert "160" in message and ("seed" in message if change == "seed" else "data" in message)
     assert left_in(tmp_path / "storage") == before
+
+
+def test_a_second_driver_changes_nothing_under_a_living_run(
+    tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "storage" / "run"
+    store = open_store(StoreSpec(uri=str(run)))
+    living = rg.ShardedDataset(f"{files}/*.parquet", global_batch_size=16)
+    write_dataset(store, check_dataset(store, "train", living, None))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert {path.name for path in before} == {"manifest", "order.json"}
+
+    def in_use(spec: Any) -> None:
+        raise RunInUseError("The run 'run' is already being trained by another driver on this cluster.")
+
+    monkeypatch.setattr(trainer_module, "start_coordinator", in_use)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    other = tmp_path / "other"
+    other.mkdir()
+    pq.write_table(pa.table({"x": np.arange(32)}), other / "part-0.parquet")
+    sentence(RunInUseError, trainer(other, tmp_path / "storage", dataset={"seed": 5}).fit)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_a_session_exists_only_inside_a_worker() -> None:
