@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from ray_goodput.cli.checkpoints_app import checkpoints
 from ray_goodput.cli.doctor import doctor
 from ray_goodput.cli.grafana import grafana
 from ray_goodput.cli.mlflow import mlflow
@@ -30,7 +31,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-checkpoints = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True)
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(grafana, name="grafana")
 app.add_typer(mlflow, name="mlflow")
@@ -75,23 +75,6 @@ def demo(
             print(f"what Ray and the workers log is in {log}", file=out)
         result = run_demo(config, name, say=(lambda _: None) if as_json else lambda line: print(line, file=out))
         print(json.dumps(result.to_dict()) if as_json else result.text(), file=out)
-
-
-@checkpoints.command("ls")
-def checkpoints_ls(
-    uri: Annotated[str, typer.Argument(help="A run's folder: STORAGE_PATH/RUN, local or s3://.")],
-    storage_options: StorageOptions = None,
-    as_json: AsJson = False,
-) -> None:
-    """List a run's checkpoints, newest first: what is committed, and what is not and why."""
-    from ray_goodput.cli.checkpoints import list_checkpoints, render
-    from ray_goodput.config import StoreSpec
-
-    rows = list_checkpoints(StoreSpec(uri=uri, options=parse_options(storage_options)))
-    if as_json:
-        print(json.dumps({"uri": uri, "checkpoints": [row.to_dict() for row in rows]}))
-    else:
-        print(render(rows))
 
 
 def main() -> None:
