@@ -172,8 +172,10 @@ class RunCoordinator:
         self._commits.mark_bad(checkpoint, reason)
 
     def resumed(self, attempt: int, step: int, tier: str) -> None:
-        """All ranks of `attempt` have loaded their state and go on after `step`."""
+        """All ranks of `attempt` have loaded their state and go on after `step`. Idempotent."""
         with self._lock:
+            if any(r.attempt == attempt for r in self._resumes):
+                return
             self._resumes.append(Resume(attempt=attempt, step=step, tier=tier))
             self._step = step
         self._ledger.resumed(attempt, step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,11 @@ from ray_goodput.core.commit import CommitRecord
 from ray_goodput.core.cursor import DataCursor
 from ray_goodput.train.spec import TrainSpec
 from ray_goodput.train.worker import WorkerContext
+
+logger = logging.getLogger(__name__)
+
+_TELL_TRIES = 3
+_TELL_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,5 +75,17 @@ def restore_newest(
         cursors = {name: DataCursor.from_dict(cursor) for name, cursor in loaded.record.cursors.items()}
         restored = Restored(step=loaded.record.checkpoint.step, tier=loaded.tier, cursors=cursors)
     if worker.world.world_rank == 0:
-        worker.coordinator.resumed(worker.attempt, restored.step, restored.tier)
+        _tell(worker, restored)
     return restored
+
+
+def _tell(worker: WorkerContext, restored: Restored) -> None:
+    """The coordinator knows where the attempt began, if it can be told: the ledger's loss, not training's."""
+    for left in reversed(range(_TELL_TRIES)):
+        try:
+            worker.coordinator.resumed(worker.attempt, restored.step, restored.tier)
+            return
+        except Exception as error:  # the books never end an attempt, whatever goes wrong with them
+            logger.warning("Attempt %d's start could not be noted, %d tries left: %s", worker.attempt, left, error)
+        if left:
+            time.sleep(_TELL_PAUSE_S)

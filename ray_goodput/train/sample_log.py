@@ -1,13 +1,15 @@
 """Which samples each step trained on, written to the run's storage, and the audit that nothing was repeated or skipped.
 
 Objects: `samples/attempt-<4 digits>/rank-<5 digits>/<first step>-<last step>.jsonl`, one line a step, written before
-the save that covers them is staged: the log of every committed step is complete. `samples/attempt-<4
-digits>/resume.json` says after which step the attempt began.
+the save that covers them is staged: the log of every committed step is complete, unless the storage failed for that
+long; what it refused is written before the next save. `samples/attempt-<4 digits>/resume.json` says after which step
+the attempt began.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,38 +19,60 @@ import numpy as np
 
 from ray_goodput.actors.commits import CommitLog
 from ray_goodput.clock import SystemClock
-from ray_goodput.errors import ConfigError
+from ray_goodput.errors import ConfigError, StorageError
 from ray_goodput.storage.protocol import ObjectStore
 from ray_goodput.train.datasets import load_order
+
+logger = logging.getLogger(__name__)
 
 _KEY = re.compile(r"samples/attempt-(\d+)/(?:resume\.json|rank-(\d+)/\d+-\d+\.jsonl)")
 
 
 class SampleLog:
-    """One rank's log of one attempt; `flush` is called on the training thread before each save."""
+    """One rank's log of one attempt; `flush` is called on the training thread before each save.
+
+    A storage that fails delays the log, and ends no attempt: a rank that left alone would take all others with it.
+    """
 
     def __init__(self, store: ObjectStore, *, attempt: int, world_rank: int) -> None:
         self._store = store
         self._folder = f"samples/attempt-{attempt:04d}"
         self._world_rank = world_rank
         self._lines: list[tuple[int, str]] = []
+        self._unwritten: list[tuple[str, bytes]] = []  # objects by key, oldest first
+        self._warned = False
 
     def begin(self, resumed_step: int) -> None:
         """Note where the attempt starts; rank 0 only."""
         if self._world_rank == 0:
-            self._store.put(f"{self._folder}/resume.json", json.dumps({"step": resumed_step}).encode())
+            self._unwritten.append((f"{self._folder}/resume.json", json.dumps({"step": resumed_step}).encode()))
+            self._write()
 
     def note(self, step: int, dataset: str, sample_ids: Iterable[int]) -> None:
         line = json.dumps({"step": step, "dataset": dataset, "sample_ids": list(map(int, sample_ids))})
         self._lines.append((step, line))
 
     def flush(self) -> None:
-        if not self._lines:
-            return
-        first, last = self._lines[0][0], self._lines[-1][0]
-        key = f"{self._folder}/rank-{self._world_rank:05d}/{first:010d}-{last:010d}.jsonl"
-        self._store.put(key, "".join(line + "\n" for _, line in self._lines).encode())
-        self._lines.clear()
+        """What is noted is in the storage, or kept for the next time."""
+        if self._lines:
+            first, last = self._lines[0][0], self._lines[-1][0]
+            key = f"{self._folder}/rank-{self._world_rank:05d}/{first:010d}-{last:010d}.jsonl"
+            self._unwritten.append((key, "".join(line + "\n" for _, line in self._lines).encode()))
+            self._lines.clear()
+        self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            key, data = self._unwritten[0]
+            try:
+                self._store.put(key, data)
+            except StorageError as error:
+                if not self._warned:
+                    logger.warning("The sample log cannot be written now; it is kept until the next save: %s", error)
+                self._warned = True
+                return
+            self._unwritten.pop(0)
+        self._warned = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,10 @@ class Saver:
         self.last_step = self._considered_step = step
         self._last_save_mono_s = self._clock.mono_s()
         if self._world.world_rank == 0:
-            self._failures, self._exposure_s = self._worker.coordinator.failure_history()
+            try:
+                self._failures, self._exposure_s = self._worker.coordinator.failure_history()
+            except Exception as error:  # whatever it is, only the interval between saves depends on it
+                logger.warning("The run's failures so far are unknown, saves are timed without them: %s", error)
 
     def request_stop(self) -> None:
         self._stop_requested.set()

@@ -12,7 +12,7 @@ from journal_pages import page
 from ray_goodput.actors.coordinator import RunCoordinator
 from ray_goodput.clock import ManualClock
 from ray_goodput.core.commit import CheckpointId, LandedSlice, StagedSlice
-from ray_goodput.core.run_state import WorkerInfo
+from ray_goodput.core.run_state import Resume, WorkerInfo
 from ray_goodput.errors import StorageError
 from ray_goodput.storage.faults import FaultyStore
 from ray_goodput.storage.local import LocalStore
@@ -111,3 +111,11 @@ def test_the_commit_made_last_is_the_latest_attempts_also_below_an_older_ones_st
     for life in (one, again):
         assert life.committed_step() == 100
         assert life.last_committed() == CheckpointId(60, 2)
+
+
+def test_a_start_told_twice_is_noted_once(tmp_path: Path, lives: ExitStack) -> None:
+    one = coordinator(LocalStore(tmp_path), lives)
+    one.open()
+    for _ in range(2):
+        one.resumed(1, 0, "none")
+    assert one.status().resumes == (Resume(attempt=1, step=0, tier="none"),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from ray_goodput.checkpoint.rng import capture_rng
 from ray_goodput.checkpoint.stage import Stager
 from ray_goodput.checkpoint.state import collect_state
 from ray_goodput.core.commit import CheckpointId, CommitRecord
-from ray_goodput.errors import CorruptCheckpointError
+from ray_goodput.errors import CorruptCheckpointError, RunError
 from ray_goodput.storage.local import LocalStore
+from ray_goodput.train import restorer
 from ray_goodput.train.restorer import restore_newest
 from thread_ranks import ThreadRanks, in_ranks
 
@@ -47,6 +49,8 @@ class Coordinator:
     def __init__(self, records: list[CommitRecord]) -> None:
         self._records = records
         self.bad: list[str] = []
+        self.failures: list[Exception] = []
+        self.at: int | None = None
 
     def resume_point(self, attempt: int) -> CommitRecord | None:
         return self._records[0] if self._records else None
@@ -56,6 +60,8 @@ class Coordinator:
         self.bad.append(checkpoint.folder)
 
     def resumed(self, attempt: int, step: int, tier: str) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
         self.at = step
 
 
@@ -67,6 +73,7 @@ class Worker:
         self.coordinator = coordinator
         self.local_dir = root / f"local-{ranks.world_rank}"
         self.store = LocalStore(root / "run")
+        self.vault = SimpleNamespace(keep=SimpleNamespace(remote=lambda checkpoint: None))
 
 
 class Spec:
@@ -85,9 +92,12 @@ def save(root: Path, step: int) -> CommitRecord:
     return commit(folder, [staged], put_slice(folder, staged))
 
 
-def restore(root: Path, records: list[CommitRecord], errors: dict[int, Exception]) -> tuple[list[Any], Coordinator]:
-    """(counter, step) of each rank, or what it raised."""
+def restore(
+    root: Path, records: list[CommitRecord], errors: dict[int, Exception], failures: list[Exception] | None = None
+) -> tuple[list[Any], Coordinator]:
+    """(counter, step) of each rank, or what it raised. `failures`: of the coordinator, when it is told."""
     coordinator = Coordinator(records)
+    coordinator.failures = failures or []
 
     def rank(ranks: ThreadRanks) -> Any:
         counter = Counter(errors.get(ranks.world_rank))
@@ -104,6 +114,15 @@ def restore(root: Path, records: list[CommitRecord], errors: dict[int, Exception
 def test_every_rank_loads_the_newest_commit(tmp_path: Path) -> None:
     told, coordinator = restore(tmp_path, [save(tmp_path, 2), save(tmp_path, 1)], {})
     assert told == [(2, 2), (2, 2)] and coordinator.at == 2
+
+
+@pytest.mark.parametrize(("failures", "noted"), [(1, 1), (9, None)])
+def test_a_coordinator_that_cannot_be_told_of_the_start_ends_no_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, noted: int | None
+) -> None:
+    monkeypatch.setattr(restorer, "_TELL_PAUSE_S", 0.0)
+    told, coordinator = restore(tmp_path, [save(tmp_path, 1)], {}, [RunError("no answer") for _ in range(failures)])
+    assert told == [(1, 1), (1, 1)] and coordinator.at == noted
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_every_rank(tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""Laws of the training side of a save that need no Ray."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ray_goodput.clock import ManualClock
+from ray_goodput.config import CheckpointConfig
+from ray_goodput.errors import RunError
+from ray_goodput.train.saver import Saver
+from ray_goodput.train.world import World
+
+
+def test_a_coordinator_that_cannot_tell_the_failures_so_far_ends_no_attempt(caplog: pytest.LogCaptureFixture) -> None:
+    def no_answer() -> None:
+        raise RunError("The actor coordinator:x did not answer.")
+
+    coordinator = SimpleNamespace(failure_history=no_answer)
+    worker: Any = SimpleNamespace(world=World(0, 1, None), clock=ManualClock(), coordinator=coordinator, attempt=2)
+    spec: Any = SimpleNamespace(checkpoint=CheckpointConfig(every=10))
+    saver = Saver(spec, worker)
+    with caplog.at_level(logging.WARNING):
+        saver.begin(7)
+    assert "did not answer" in caplog.text
+    assert saver.last_step == 7 and not saver.due(9) and saver.due(10)
