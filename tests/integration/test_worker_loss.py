@@ -1,5 +1,6 @@
 """F1: one process is killed at a random moment; the run goes on by itself and ends as if nothing had happened."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,3 +85,16 @@ def test_a_new_driver_goes_on_from_the_newest_commit_of_one_that_was_killed(
     assert second.outcome["weights"] == undisturbed.outcome["weights"]
     assert_nothing_lost(second, undisturbed.audit().steps)
     assert_books_balance(second)
+
+
+def test_a_driver_that_gets_sigterm_saves_the_last_step_and_ends_with_143(job: StartJob, undisturbed: Finished) -> None:
+    first = job("drained", "--step-s", "0.2")
+    first.wait_for_commit()
+    first.process.send_signal(signal.SIGTERM)
+    drained = first.wait()
+    assert drained.code == 128 + signal.SIGTERM, drained.log[-3000:]
+    second = job("drained").succeed()
+    [before, *_] = second.outcome["goodput"]["attempts"]
+    assert second.outcome["resumes"][0][1] == before["last_step"], "a step was lost"
+    assert second.outcome["weights"] == undisturbed.outcome["weights"]
+    assert_nothing_lost(second, undisturbed.audit().steps)
