@@ -163,7 +163,7 @@ class GoodputTrainer(TorchTrainer):
             ours = goodput_error_in(error)
             if ours is not None:
                 raise ours from error
-            gave_up = ray.get(coordinator.gave_up.remote())
+            gave_up = _why_given_up(coordinator)
             if gave_up is not None:
                 raise CrashLoopError(gave_up) from error
             raise
@@ -239,6 +239,16 @@ def _in_session(train_loop: Callable[..., Any], spec: TrainSpec) -> Callable[...
         return run_in_session(spec, train_loop)
 
     return without_config
+
+
+def _why_given_up(coordinator: Any) -> str | None:
+    """The failure policy's last word; None also if the coordinator cannot answer: the failure itself must come out."""
+    try:
+        reason: str | None = ray.get(coordinator.gave_up.remote(), timeout=60)
+    except (RayError, TimeoutError) as error:
+        logger.warning("Whether the failure budget is used up is unknown, the coordinator does not say (%s).", error)
+        return None
+    return reason
 
 
 def _close_books(coordinator: Any) -> RunEnd | None:
