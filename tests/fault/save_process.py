@@ -26,6 +26,7 @@ from ray_goodput.checkpoint.state import collect_state
 from ray_goodput.clock import SystemClock
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import CheckpointId, LandedSlice
+from ray_goodput.errors import FencedError
 from ray_goodput.storage import open_store
 from ray_goodput.storage.faults import FaultyStore
 from ray_goodput.storage.protocol import ObjectStore
@@ -104,3 +105,49 @@ def resume_and_save(spec: StoreSpec, scratch: Path, die_before: int, out: Path) 
     log.prune()
     told = {"resumed": resumed, "start": start_digest, "saved": resumed + 1, "end": digest(model), "calls": store.calls}
     out.write_text(json.dumps(told))
+
+
+class FarCoordinator:
+    """The coordinator in another process: calls go through a pipe, and raise here what they raised there."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+
+    def landed(self, landed: LandedSlice) -> None:
+        self._pipe.send(landed)
+        error = self._pipe.recv()
+        if error is not None:
+            raise error
+
+    def journal_tail(self, attempt: int, world_rank: int, page: Any) -> None:
+        return None
+
+
+def save_and_stop(spec: StoreSpec, scratch: Path, checkpoint: CheckpointId, pipe: Any) -> None:
+    """Stage and upload, but stop (SIGSTOP) in the middle of the upload; then tell the coordinator. Sends at last what
+    the vault raised, or None."""
+    faulthandler.dump_traceback_later(40)
+    torch.set_num_threads(1)
+
+    def stop(op: str, key: str, n: int) -> None:
+        if op == "upload_file" and n == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    vault = CheckpointVault(
+        node_id="node",
+        store=FaultyStore(open_store(spec), before=stop),
+        coordinator=FarCoordinator(pipe),
+        local_checkpoints=scratch / "local",
+        slots=[scratch / "slots"],
+        journals=scratch / "journals",
+    )
+    model, _ = build()
+    tree = collect_state(model=model)
+    plan = Planner(world_rank=0, world_size=1).plan_for(tree)
+    staged = Stager(plan, scratch / "slots").stage(tree, checkpoint, rank_state=capture_rng())
+    assert staged is not None
+    try:
+        vault.persist(staged)
+        pipe.send(None)
+    except FencedError as error:
+        pipe.send(error)
