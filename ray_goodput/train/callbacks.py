@@ -1,7 +1,7 @@
 """Hooks into Ray Train's controller: they start the node actors and tell the coordinator what happens to workers.
 
-Every call is fire-and-forget and none raises: an exception in a hook would end the run, and bookkeeping never stops a
-training run.
+None raises: an exception in a hook would end the run, and bookkeeping never stops a training run. Calls are not waited
+for, but at the end of the run: `before_controller_shutdown` gives the vaults up to a minute to finish their uploads.
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ class GoodputCallback(WorkerGroupCallback, ControllerCallback):
     def before_init_train_context(self, workers: Sequence[Any]) -> dict[str, list[Any]]:
         infos = worker_infos(workers)
         for node_id in sorted({info.node_id for info in infos}):
-            self._node_actors.setdefault(
-                node_id, [start_vault(self._spec, node_id), shard_cache_actor(self._spec.key, node_id)]
-            )
+            found = [start_vault(self._spec, node_id), shard_cache_actor(self._spec.key, node_id)]
+            kept = self._node_actors.get(node_id, found)
+            # Ray ends an actor with the handle that made it; for one that lives, `found` has another, that does not count.
+            self._node_actors[node_id] = [old if old == new else new for old, new in zip(kept, found, strict=True)]
         self._coordinator().group_allocated.remote(infos)
         return {}
 
