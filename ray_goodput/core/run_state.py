@@ -26,7 +26,7 @@ class HeartbeatAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Where an attempt began: after `step` (-1: from scratch), read from `tier` ("local", "storage" or "none")."""
+    """Where an attempt began: after `step` (0: from scratch), read from `tier` ("local", "storage" or "none")."""
 
     attempt: int
     step: int

@@ -80,7 +80,7 @@ def test_a_victim_that_was_gone_already_is_no_strike_and_the_next_one_is() -> No
 
 def test_the_watch_survives_an_observer_that_fails_and_keeps_the_last_status() -> None:
     over = threading.Event()
-    resumes = (Resume(attempt=1, step=-1, tier="none"), Resume(attempt=2, step=19, tier="local"))
+    resumes = (Resume(attempt=1, step=0, tier="none"), Resume(attempt=2, step=19, tier="local"))
     steps: list[Callable[[], RunStatus | None]] = [
         lambda: None,
         lambda: status(1, -1, resumes=resumes[:1]),
