@@ -79,7 +79,7 @@ class GoodputCallback(WorkerGroupCallback, ControllerCallback):
         for node_id in sorted({info.node_id for info in infos}):
             found = [start_vault(self._spec, node_id), shard_cache_actor(self._spec.key, node_id)]
             kept = self._node_actors.get(node_id, found)
-            # Ray ends an actor with the handle that made it. For one that lives, `found` has another: it does not count.
+            # Ray ends an actor with the handle that made it; that of `found` does not count for an actor that lives.
             self._node_actors[node_id] = [old if old == new else new for old, new in zip(kept, found, strict=True)]
         self._coordinator().group_allocated.remote(infos)
         return {}
