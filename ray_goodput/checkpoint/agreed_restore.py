@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from ray_goodput.checkpoint.ranks import Ranks
 from ray_goodput.checkpoint.reader import LoadReport, load_checkpoint
 from ray_goodput.checkpoint.rng import derive_rng, restore_rng
 from ray_goodput.checkpoint.sources import CheckpointSource
@@ -14,24 +15,6 @@ from ray_goodput.core.commit import CheckpointId, CommitRecord
 from ray_goodput.errors import CorruptCheckpointError, GoodputError, ObjectNotFoundError
 
 logger = logging.getLogger(__name__)
-
-
-class Ranks(Protocol):
-    """The processes that restore together; all methods are collective."""
-
-    @property
-    def world_rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]: ...
-
-    def all_true(self, flag: bool) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,33 +9,18 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ray_goodput.checkpoint.plan import Planner, SavePlan
+from ray_goodput.checkpoint.ranks import Ranks
 from ray_goodput.checkpoint.stage import PendingStage, Stager
 from ray_goodput.checkpoint.state import StateTree
 from ray_goodput.core.commit import CheckpointId
 from ray_goodput.errors import CheckpointError, GoodputError, StagingFullError
 
 logger = logging.getLogger(__name__)
-
-
-class Ranks(Protocol):
-    """The processes that save together; both methods are collective."""
-
-    @property
-    def world_rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, ordered by rank."""
-        ...
-
-    def all_true(self, flag: bool) -> bool: ...
 
 
 class RankStager:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,12 @@ def test_an_asynchronous_save_keeps_the_values_it_was_given(tmp_path: Path) -> N
         tensor.zero_()
     future.result()
     assert same(load(tmp_path / "step-1")["model"], before)
+
+
+def test_a_writer_may_be_sent_to_the_process_that_saves(tmp_path: Path) -> None:
+    writer = pickle.loads(pickle.dumps(rg.StorageWriter(tmp_path / "c")))
+    dcp_save(make_state(4), storage_writer=writer)
+    assert same(load(tmp_path / "c"), make_state(4))
 
 
 def test_the_checkpoint_id_of_dcp_says_where(tmp_path: Path) -> None:
