@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,16 @@ from ray_goodput.core.batches import BatchPlan, BatchRange, batch_weight, local_
 from ray_goodput.core.order import Int64Array, SampleOrder
 from ray_goodput.data.batch import Batch
 from ray_goodput.data.columns import ShardColumns
-from ray_goodput.data.transforms import SampleTransforms
+from ray_goodput.data.transforms import SampleTransforms, Skipped
 from ray_goodput.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 # Locating costs per lane touched, so it is done for many batches at once; this many slots take about 10 ms.
 _LOCATE_SLOTS = 16_384
+
+# Samples left out are told one by one at first, then now and then.
+_SAID, _SAID_EVERY = 10, 1000
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -86,6 +92,8 @@ class BatchBuilder:
         self._dp_world = dp_world
         self._max_open = max_open
         self._open: OrderedDict[int, ShardColumns] = OrderedDict()
+        self._last_good: Any = None  # a result of `transform`, to pad with
+        self.num_skipped = 0
 
     def build(self, located: LocatedBatch) -> Batch:
         """The batch of this rank. A rank without samples gets a padding sample: weight 0, and no sample id.
@@ -100,21 +108,59 @@ class BatchBuilder:
         Both may raise, as `build` does.
         """
         batch, slots, data_shards, rows = located
-        padding = not len(slots)
-        if padding:
+        if not len(slots):
             # The batch's first sample, once more, counting nothing. Not an empty batch: the mean over no samples is
             # NaN, and NaN times weight 0 would spoil everybody's gradient.
             slots = np.array([batch.start], dtype=np.int64)
             data_shards, rows = self._order.locate(slots)
         ids = self._order.sample_ids(data_shards, rows)
-        columns = self._collated(slots, ids, self._gather(data_shards, rows))
-        return lambda: Batch(
-            columns(),
-            sample_ids=torch.empty(0, dtype=torch.int64) if padding else torch.from_numpy(ids),
-            weight=0.0 if padding else batch_weight(len(slots), batch.size, self._dp_world),
+        gathered = self._gather(data_shards, rows)
+        if self._transforms is None and self._collate is None:
+            return lambda: self._batch(located, {n: _as_column(v) for n, v in gathered.items()}, ids)
+        samples: list[Any] = [{name: values[i] for name, values in gathered.items()} for i in range(len(slots))]
+        if self._transforms is None:
+            return lambda: self._batch(located, self._columns_of(samples), ids)
+        epochs = slots // self._order.num_samples
+        results = self._transforms.begin(list(zip(epochs.tolist(), ids.tolist(), strict=True)), samples)
+        return lambda: self._transformed(located, results(), ids)
+
+    def _transformed(self, located: LocatedBatch, results: list[Any], ids: Int64Array) -> Batch:
+        """The batch of what `transform` made, without the samples that it could not make."""
+        kept = [i for i, result in enumerate(results) if not isinstance(result, Skipped)]
+        if len(kept) == len(results):
+            self._last_good = results[-1]
+            return self._batch(located, self._columns_of(results), ids)
+        num_skipped = len(results) - len(kept) if len(located.slots) else 0  # padding is no sample
+        for i, result in enumerate(results):
+            if num_skipped and isinstance(result, Skipped):
+                self._count_skipped(int(ids[i]), result)
+        if not kept:
+            if self._last_good is None:
+                raise DataError(
+                    f"transform= failed for each of the first {len(results)} samples, the last time with "
+                    f'{results[-1].reason}. With on_error="fail" the error says where.'
+                )
+            return self._batch(located, self._columns_of([self._last_good]), ids[:0], num_skipped)
+        self._last_good = results[kept[-1]]
+        return self._batch(located, self._columns_of([results[i] for i in kept]), ids[kept], num_skipped)
+
+    def _batch(self, located: LocatedBatch, columns: dict[str, Any], ids: Int64Array, num_skipped: int = 0) -> Batch:
+        batch = located.range
+        if not len(located.slots):
+            ids = ids[:0]
+        return Batch(
+            columns,
+            sample_ids=torch.from_numpy(ids),
+            weight=batch_weight(len(ids), batch.size, self._dp_world),
             index=batch.index,
             samples_end=batch.samples_end,
+            num_skipped=num_skipped,
         )
+
+    def _count_skipped(self, sample_id: int, skipped: Skipped) -> None:
+        self.num_skipped += 1
+        if self.num_skipped <= _SAID or self.num_skipped % _SAID_EVERY == 0:
+            logger.warning("sample %d is left out (%d so far): %s", sample_id, self.num_skipped, skipped.reason)
 
     def _shard(self, data_shard: int) -> ShardColumns:
         known = self._open.get(data_shard)
@@ -136,16 +182,6 @@ class BatchBuilder:
         back = np.empty_like(by_shard)
         back[by_shard] = np.arange(len(by_shard))
         return {name: _take(name, segments, back) for name in segments[0].columns.names}
-
-    def _collated(self, slots: Int64Array, ids: Int64Array, gathered: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-        if self._transforms is None and self._collate is None:
-            return lambda: {name: _as_column(values) for name, values in gathered.items()}
-        samples: list[Any] = [{name: values[i] for name, values in gathered.items()} for i in range(len(slots))]
-        if self._transforms is None:
-            return lambda: self._columns_of(samples)
-        epochs = slots // self._order.num_samples
-        results = self._transforms.begin(list(zip(epochs.tolist(), ids.tolist(), strict=True)), samples)
-        return lambda: self._columns_of(results())
 
     def _columns_of(self, samples: list[Any]) -> dict[str, Any]:
         columns = stack_samples(samples) if self._collate is None else self._collate(samples)

@@ -17,10 +17,12 @@ class Batch(Mapping[str, Any]):
         with empty `sample_ids`.
     index: number of the global batch.
     samples_end: the cursor's position once this global batch is trained on; equal on all ranks.
+    num_skipped: samples of this rank that `transform` could not make and `on_error="skip"` left out. They count in the
+        batch's size, but have no row and no id: as if their weight were 0.
     fetch_seconds: how long the consumer waited for it.
     """
 
-    __slots__ = ("_columns", "fetch_seconds", "index", "sample_ids", "samples_end", "weight")
+    __slots__ = ("_columns", "fetch_seconds", "index", "num_skipped", "sample_ids", "samples_end", "weight")
 
     def __init__(
         self,
@@ -30,6 +32,7 @@ class Batch(Mapping[str, Any]):
         weight: float,
         index: int,
         samples_end: int,
+        num_skipped: int = 0,
         fetch_seconds: float = 0.0,
     ) -> None:
         self._columns = dict(columns)
@@ -37,6 +40,7 @@ class Batch(Mapping[str, Any]):
         self.weight = weight
         self.index = index
         self.samples_end = samples_end
+        self.num_skipped = num_skipped
         self.fetch_seconds = fetch_seconds
 
     @property
@@ -59,6 +63,7 @@ class Batch(Mapping[str, Any]):
             weight=self.weight,
             index=self.index,
             samples_end=self.samples_end,
+            num_skipped=self.num_skipped,
             fetch_seconds=self.fetch_seconds,
         )
 

@@ -42,6 +42,8 @@ class ShardedDataset:
     collate: `f(samples: list[dict]) -> Mapping`, instead of the default that stacks.
     workers, worker_kind: how many threads, or spawned processes ("process"), of each rank run `transform`; 0: the one
         thread that builds batches. Results do not depend on it.
+    on_error: a sample for which `transform` raises ends the run ("fail"), or is left out of its batch and counted in
+        `batch.num_skipped` ("skip"); all others keep their weight.
     drop_last: leave out the last N mod G samples of each epoch, instead of a batch that holds two epochs' samples.
     storage_options: as for s3fs and fsspec.
     format: "auto" for the format of the file name's extension (parquet for a folder), a format's name ("parquet",
@@ -63,6 +65,7 @@ class ShardedDataset:
     collate: Callable[[list[Any]], Mapping[str, Any]] | None = None
     workers: int = 0
     worker_kind: Literal["thread", "process"] = "thread"
+    on_error: Literal["fail", "skip"] = "fail"
     drop_last: bool = False
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     format: str | ShardFormat = "auto"
@@ -101,6 +104,8 @@ class ShardedDataset:
             raise ConfigError(f"ShardedDataset(workers={self.workers!r}): give an integer of at least 0.")
         if self.worker_kind not in ("thread", "process"):
             raise ConfigError(f'ShardedDataset(worker_kind={self.worker_kind!r}): give "thread" or "process".')
+        if self.on_error not in ("fail", "skip"):
+            raise ConfigError(f'ShardedDataset(on_error={self.on_error!r}): give "fail" or "skip".')
         if self.on_change not in ("fail", "accept"):
             raise ConfigError(f'ShardedDataset(on_change={self.on_change!r}): give "fail" or "accept".')
         if not isinstance(self.format, str) and not hasattr(self.format, "read_table"):
@@ -241,6 +246,7 @@ class ShardedDataset:
             collate=self.collate,
             workers=self.workers,
             worker_kind=self.worker_kind,
+            on_error=self.on_error,
             device=device,
         )
 

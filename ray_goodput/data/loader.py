@@ -18,7 +18,7 @@ from ray_goodput.core.order import SampleOrder
 from ray_goodput.core.placement import live_set
 from ray_goodput.data.assemble import BatchBuilder, Collate, located_batches
 from ray_goodput.data.batch import Batch
-from ray_goodput.data.transforms import SampleTransforms, Transform, WorkerKind
+from ray_goodput.data.transforms import OnError, SampleTransforms, Transform, WorkerKind
 from ray_goodput.errors import ConfigError
 
 __all__ = ["Batch", "BatchLoader", "ShardSource"]
@@ -50,7 +50,7 @@ class BatchLoader:
     start: samples consumed. If it is no multiple of the batch size (which was changed between runs), batches are
         [start, start + G), and so on: nothing is skipped or repeated.
     epochs: counted from position 0; None: no end. Nothing is left after the last one: an empty iterator.
-    workers, worker_kind: threads or spawned processes that run `transform`; see `SampleTransforms`.
+    workers, worker_kind, on_error: how `transform` is run; see `SampleTransforms`.
     depth: batches that are ready ahead of the consumer; with workers, as many more are being transformed.
     device: where the tensors shall be; to a CUDA device they go by pinned memory, asynchronously.
 
@@ -74,6 +74,7 @@ class BatchLoader:
         collate: Collate | None = None,
         workers: int = 0,
         worker_kind: WorkerKind = "thread",
+        on_error: OnError = "fail",
         depth: int = 2,
         device: torch.device | str | None = None,
     ) -> None:
@@ -90,7 +91,9 @@ class BatchLoader:
         self._located = located_batches(order, self.plan, start, dp_rank=dp_rank, dp_world=dp_world)
         live = live_set(order, global_batch_size, [dp_rank], dp_world)
         self._transforms = (
-            None if transform is None else SampleTransforms(transform, order.seed, workers=workers, kind=worker_kind)
+            None
+            if transform is None
+            else SampleTransforms(transform, order.seed, workers=workers, kind=worker_kind, on_error=on_error)
         )
         self._num_begun = depth if workers and transform is not None else 0
         self._builder = BatchBuilder(
@@ -108,6 +111,11 @@ class BatchLoader:
         self._finished = False
         self._closed = False
         self._thread = threading.Thread(target=self._produce, name="ray-goodput-batches", daemon=True)
+
+    @property
+    def num_skipped(self) -> int:
+        """Samples that `on_error="skip"` has left out so far, also in batches that are not delivered yet."""
+        return self._builder.num_skipped
 
     def __iter__(self) -> BatchLoader:
         self._start()

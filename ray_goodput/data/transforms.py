@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
@@ -19,10 +20,18 @@ from ray_goodput.errors import ConfigError, DataError
 
 Transform = Callable[..., Mapping[str, Any]]
 WorkerKind = Literal["thread", "process"]
+OnError = Literal["fail", "skip"]
 SampleKey = tuple[int, int]
 """(epoch, sample id)"""
 
 _in_worker: Transform | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """In place of a sample that `transform` could not make."""
+
+    reason: str
 
 
 class SampleTransforms:
@@ -31,14 +40,24 @@ class SampleTransforms:
     workers: 0: in the thread that asks for the result; else as many threads, or spawned processes, which are started at
         the first batch. Threads do for code that lets go of the interpreter's lock (image decoders, numpy); processes
         get the samples, and give back the results, by pickle.
+    on_error: "fail": what `transform` raises is raised; "skip": the sample's result is `Skipped`.
 
     Raises:
         ConfigError: `transform` cannot be sent to processes.
     """
 
-    def __init__(self, transform: Transform, seed: int, *, workers: int = 0, kind: WorkerKind = "thread") -> None:
+    def __init__(
+        self,
+        transform: Transform,
+        seed: int,
+        *,
+        workers: int = 0,
+        kind: WorkerKind = "thread",
+        on_error: OnError = "fail",
+    ) -> None:
         self._transform = transform
         self._seed = seed
+        self._on_error: OnError = on_error
         self._workers = workers
         self._kind: WorkerKind = kind
         self._pool: Executor | None = None
@@ -51,17 +70,17 @@ class SampleTransforms:
         It raises what `transform` raises, with a note that names the sample; DataError if a process died.
         """
         if not self._workers:
-            return lambda: transform_all(self._transform, self._seed, keys, samples)
+            return lambda: transform_all(self._transform, self._seed, self._on_error, keys, samples)
         pool = self._opened()
         size = -(-len(samples) // (2 * self._workers))  # twice as many as workers: they are rarely ready together
         jobs: list[Future[list[Any]]] = []
         try:
             for start in range(0, len(samples), size):
-                part = slice(start, start + size)
+                part = self._seed, self._on_error, keys[start : start + size], samples[start : start + size]
                 if self._kind == "process":
-                    jobs.append(pool.submit(_transform_in_worker, self._seed, keys[part], samples[part]))
+                    jobs.append(pool.submit(_transform_in_worker, *part))
                 else:
-                    jobs.append(pool.submit(transform_all, self._transform, self._seed, keys[part], samples[part]))
+                    jobs.append(pool.submit(transform_all, self._transform, *part))
         except BrokenProcessPool as error:
             raise _died(error) from error
         return lambda: _results(jobs)
@@ -90,17 +109,25 @@ class SampleTransforms:
 
 
 def transform_all(
-    transform: Transform, seed: int, keys: Sequence[SampleKey], samples: Sequence[Mapping[str, Any]]
+    transform: Transform,
+    seed: int,
+    on_error: OnError,
+    keys: Sequence[SampleKey],
+    samples: Sequence[Mapping[str, Any]],
 ) -> list[Any]:
     """`transform` of each sample, one after another."""
-    return [_transformed(transform, seed, *key, sample) for key, sample in zip(keys, samples, strict=True)]
+    return [_transformed(transform, seed, on_error, *key, sample) for key, sample in zip(keys, samples, strict=True)]
 
 
-def _transformed(transform: Transform, seed: int, epoch: int, sample_id: int, sample: Mapping[str, Any]) -> Any:
+def _transformed(
+    transform: Transform, seed: int, on_error: OnError, epoch: int, sample_id: int, sample: Mapping[str, Any]
+) -> Any:
     rng = np.random.Generator(philox(TAG_TRANSFORM, seed, epoch, sample_id))
     try:
         return transform(sample, rng)
     except Exception as error:  # the user's own: passed on as it is, with the sample that shows it
+        if on_error == "skip":
+            return Skipped(f"{type(error).__name__}: {error}")
         error.add_note(f"ray_goodput: raised by transform= for sample_id {sample_id} in epoch {epoch}")
         raise
 
@@ -149,6 +176,8 @@ def _exit_with(sentinel: int) -> None:
     os._exit(1)
 
 
-def _transform_in_worker(seed: int, keys: Sequence[SampleKey], samples: Sequence[Mapping[str, Any]]) -> list[Any]:
+def _transform_in_worker(
+    seed: int, on_error: OnError, keys: Sequence[SampleKey], samples: Sequence[Mapping[str, Any]]
+) -> list[Any]:
     assert _in_worker is not None
-    return transform_all(_in_worker, seed, keys, samples)
+    return transform_all(_in_worker, seed, on_error, keys, samples)

@@ -26,6 +26,7 @@ def dataset(**changed: object) -> ShardedDataset:
         ({"lanes": 0}, "lanes=0"),
         ({"window": 0}, "window=0"),
         ({"workers": -1}, "workers=-1"),
+        ({"on_error": "ignore"}, "on_error='ignore'"),
         ({"workers": True}, "workers=True"),
         ({"worker_kind": "fork"}, "worker_kind='fork'"),
         ({"prefetch_shards": 0}, "prefetch_shards=0"),

@@ -97,6 +97,42 @@ def test_batches_before_a_broken_shard_are_delivered_though_it_is_read_ahead() -
     assert seen == list(range(first_use // 2))
 
 
+@pytest.mark.parametrize(("kind", "workers"), WORKERS)
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_sample_that_cannot_be_made_is_left_out_and_counted_and_the_others_keep_their_weight(
+    kind: str, workers: int, world: int
+) -> None:
+    per_rank = [
+        list(loader(transforming.fail_at_five, kind, workers, dp_rank=r, dp_world=world, on_error="skip", epochs=1))
+        for r in range(world)
+    ]
+    ids = [i for batches in per_rank for b in batches for i in b.sample_ids.tolist()]
+    assert sorted(ids) == [i for i in range(37) if i != 5]
+    assert sum(b.num_skipped for batches in per_rank for b in batches) == 1
+    for step, parts in enumerate(zip(*per_rank, strict=True)):
+        size = min(5, 37 - 5 * step)
+        assert sum(b.num_samples + b.num_skipped for b in parts) == size
+        for b in parts:
+            assert b["id"].tolist() == b.sample_ids.tolist() or b.num_samples == 0
+            assert b.weight == b.num_samples * world / size
+            assert len(b["id"]) == max(1, b.num_samples)
+
+
+def test_a_batch_of_which_nothing_is_left_is_padding(caplog: pytest.LogCaptureFixture) -> None:
+    order = SampleOrder(ROWS, seed=3, lanes=2, window=2)
+    at = next(t for t in range(37) if order.sample_ids(*order.locate(np.array([t])))[0] == 5)
+    batches = loader(transforming.fail_at_five, "thread", 0, global_batch_size=1, on_error="skip", epochs=1)
+    alone = list(batches)
+    assert at > 0
+    assert (alone[at].num_samples, alone[at].weight, alone[at].num_skipped) == (0, 0.0, 1)
+    assert alone[at]["id"].tolist() == alone[at - 1]["id"].tolist()
+    assert [b.samples_end for b in alone] == list(range(1, 38))
+    assert batches.num_skipped == 1
+    assert "sample 5 is left out (1 so far): KeyError: 'label'" in caplog.text
+    with pytest.raises(DataError, match="failed for each of the first 1 samples, the last time with KeyError"):
+        list(loader(transforming.fail_at_five, "thread", 0, global_batch_size=1, on_error="skip", start=at))
+
+
 def test_a_process_that_dies_is_told_and_nobody_hangs() -> None:
     with pytest.raises(DataError, match=r"worker process of transform= died .*worker_kind"):
         list(loader(transforming.die_at_five, "process", 2))
