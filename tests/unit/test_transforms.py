@@ -156,6 +156,7 @@ def test_processes_do_not_outlive_a_parent_that_was_killed() -> None:
     parent = subprocess.Popen(
         [sys.executable, str(Path(transforming.__file__)), "50"],
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # the tracker of what a process leaves has something to say of the one killed here
         text=True,
         cwd=Path(transforming.__file__).parent,
     )
