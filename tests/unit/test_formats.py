@@ -15,7 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
 import pytest
+import torch
 
+from ray_goodput.config import StoreSpec
 from ray_goodput.data import formats as formats_module
 from ray_goodput.data.cache import NodeCache
 from ray_goodput.data.dataset import ShardedDataset
@@ -36,8 +38,10 @@ from ray_goodput.data.formats.ranged import RangedFile
 from ray_goodput.data.manifest import build_manifest
 from ray_goodput.data.shard_fetcher import ShardFetcher
 from ray_goodput.errors import ConfigError, ObjectChangedError, ShardReadError, StorageError
+from ray_goodput.storage import open_store
 from ray_goodput.storage.local import LocalStore
 from ray_goodput.storage.protocol import ObjectInfo, ObjectStore
+from servers import JuiceFSGateway
 
 
 @pytest.fixture
@@ -503,3 +507,28 @@ def test_a_registered_format_is_found_by_its_extension(folder: Path, monkeypatch
     data = ShardedDataset(f"{folder}/*.lines", global_batch_size=1)
     assert data.manifest().format_name == "lines"
     assert rows_of(folder, data.format_impl()) == [{"line": "one"}, {"line": "two"}]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "tar", "files"])
+def test_a_bucket_gives_what_a_folder_gives(
+    folder: Path, tmp_path: Path, juicefs_gateway: JuiceFSGateway, kind: str
+) -> None:
+    spec = StoreSpec(uri=f"{juicefs_gateway.uri}/formats-{kind}", options=juicefs_gateway.storage_options)
+    store = open_store(spec)
+    contents: dict[str, bytes] = {
+        "jsonl": {f"{i}.jsonl.gz": gzip.compress(f'{{"id": {i}}}\n'.encode() * (i + 1)) for i in range(3)},
+        "tar": {f"{i}.tar": tar_bytes(sample_files(range(1, 3 + i))) for i in range(3)},
+        "files": {f"{name}/{i}.JPEG": bytes([i]) for name in ("a", "b") for i in range(4)},
+    }[kind]
+    for key, content in contents.items():
+        store.put(key, content)
+        (folder / key).parent.mkdir(exist_ok=True)
+        (folder / key).write_bytes(content)
+    name = {"jsonl": "jsonl", "tar": "webdataset", "files": "files"}[kind]
+
+    def batches(uri: str, options: Any) -> list[Any]:
+        data = ShardedDataset(uri, global_batch_size=3, format=name, storage_options=options)
+        with data.loader(cache_dir=tmp_path / "cache") as loader:
+            return [{n: v.tolist() if isinstance(v, torch.Tensor) else v for n, v in b.items()} for b in loader]
+
+    assert batches(spec.uri, spec.options) == batches(str(folder), None) != []
