@@ -21,7 +21,7 @@ from ray_goodput.goodput.alerts import ALERTS, rules
 from ray_goodput.goodput.dashboard import dashboard
 from ray_goodput.goodput.metrics import METRICS
 
-MONITORING = Path(__file__).parents[2] / "monitoring"
+MONITORING = Path(__file__).parents[2] / "cluster"
 KNOWN = {m.series for m in METRICS.values()}
 USED = re.compile(r"ray_goodput_[a-z_]+")
 PROMTOOL = shutil.which("promtool")
@@ -44,7 +44,7 @@ def expressions() -> Iterator[str]:
 
 
 def test_what_is_checked_in_is_what_the_code_makes() -> None:
-    hint = "run: ray-goodput grafana install --dir monitoring"
+    hint = "run: ray-goodput grafana install --dir cluster"
     assert (MONITORING / DASHBOARD_FILE).read_text() == dashboard_text(), hint
     assert (MONITORING / RULES_FILE).read_text() == rules_text(), hint
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(300)
 
 NAME = "views"
 SAMPLE = re.compile(r"^(ray_goodput_\w+)\{(.*)\} ([-+.\deE]+)$", re.M)
-MONITORING = Path(__file__).parents[2] / "monitoring"
+MONITORING = Path(__file__).parents[2] / "cluster"
 
 
 @dataclass(frozen=True)
