@@ -103,7 +103,7 @@ class Checkpointer:
         self._cursors: Mapping[str, Mapping[str, Any]] = {}
         self._in_flight: list[_InFlight] = []
         self._committer: Committer | None = None
-        self._prepared = self._closed = False
+        self._opened = self._prepared = self._closed = False
         self._stall_s: float | None = None
         self._latency_s: float | None = None
         self.last_step = 0
@@ -215,7 +215,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """The last save is committed, as far as the storage allows, and the slots are gone. Nothing happens twice."""
-        if self._closed or self._state is None:
+        if self._closed or not self._opened:
             return
         self._closed = True
         if not self.wait():
@@ -228,7 +228,7 @@ class Checkpointer:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
             self.close()
-        elif self._state is not None and not self._closed:  # other ranks may be gone: nothing collective
+        elif self._opened and not self._closed:  # other ranks may be gone: nothing collective
             self._closed = True
             self._release_threads()
 
@@ -272,6 +272,7 @@ class Checkpointer:
         self._copies = DeferredCopies(self._hand_over)
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-upload")
         self._cadence = SaveCadence.parse(self._config.every, world=self._world.world_size)
+        self._opened = True
 
     def _commit_leftovers(self) -> None:
         committer = Committer(self._log, self._board, attempt=self._attempt, world_size=self._world.world_size)

@@ -19,6 +19,8 @@ from ray_goodput.errors import ConfigError, FencedError, SessionError, StagingFu
 @pytest.fixture(autouse=True)
 def local_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RAY_GOODPUT_LOCAL_DIR", str(tmp_path / "node"))
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr("ray_goodput.actors.names.SHARED_MEMORY", tmp_path / "shm")  # tests leave slots behind
     return tmp_path / "node"
 
 
@@ -172,6 +174,17 @@ def test_an_error_in_the_training_loop_leaves_at_once_and_keeps_what_was_saved(t
         job.train(4)
         _ = 1 / 0
     assert Job(tmp_path / "run").start == 4
+
+
+def test_a_storage_that_refuses_at_the_start_is_the_error_that_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any) -> None:
+        raise StorageError("the bucket is gone")
+
+    monkeypatch.setattr("ray_goodput.actors.commits.CommitLog.open", refuse)
+    with pytest.raises(StorageError, match="the bucket is gone"), rg.Checkpointer(tmp_path / "run") as saves:
+        saves.restore(model=nn.Linear(1, 1))
 
 
 def test_methods_out_of_order_say_what_to_do(tmp_path: Path) -> None:
