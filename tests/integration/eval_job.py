@@ -74,7 +74,9 @@ def main(folder: Path) -> None:
                 f"{folder}/val",
                 global_batch_size=6,
                 format=rg.RawFilesFormat(group_files=5),
-                transform=first_byte,
+                transform=first_byte,  # of this script: in the workers it is no module's, and goes by value
+                workers=1,
+                worker_kind="process",
                 drop_last=True,
             ),
         },
