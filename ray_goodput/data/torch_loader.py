@@ -61,8 +61,8 @@ class DataLoader(TorchDataLoader[Any]):
 
     Each `iter` is an epoch, also after one that was left early.
 
-    In a `GoodputTrainer`, `run.register("loader", loader)` before `run.restore()` saves and restores its state. There rank
-    0's counts for all, so make the loaders of all ranks alike: the same `generator` seed, a `DistributedSampler`.
+    In a `GoodputTrainer`, `run.register("loader", loader)` before `run.restore()` saves and restores its state. There
+    rank 0's counts for all, so make the loaders of all ranks alike: the same `generator` seed, a `DistributedSampler`.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ def main(folder: Path) -> None:
     )
     result = trainer.fit()
     buckets = result.goodput.to_dict()["buckets_s"] if result.goodput is not None else {}
-    (folder / "out.json").write_text(json.dumps({**result.return_value, "buckets_s": buckets}))
+    (folder / "out.json").write_text(json.dumps({"loop": result.return_value, "buckets_s": buckets}))
     ray.shutdown()
 
 

@@ -42,14 +42,14 @@ def test_a_run_trains_on_json_lines_and_evaluates_on_every_raw_file_once(tmp_pat
         ).returncode
     assert code == 0, log.read_text(errors="replace")[-6000:]
     found = json.loads((tmp_path / "out.json").read_text())
-    assert len(found["evaluations"]) == 2
-    for ranks in found["evaluations"]:
+    assert len(found["loop"]["evaluations"]) == 2
+    for ranks in found["loop"]["evaluations"]:
         assert sorted(i for ids, _ in ranks for i in ids) == list(range(NUM_VAL))
         values, samples, batches, odd = np.sum([sums for _, sums in ranks], axis=0)
         assert (values, samples, odd) == (sum(range(NUM_VAL)), NUM_VAL, NUM_VAL // 2)
         assert batches == 2 * -(-NUM_VAL // 6)
     assert found["buckets_s"]["eval"] > 0
-    for mine, alone in zip(found["weights"], weights_of_one_process(tmp_path), strict=True):
+    for mine, alone in zip(found["loop"]["weights"], weights_of_one_process(tmp_path), strict=True):
         np.testing.assert_allclose(mine, alone, rtol=1e-9)
 
 
