@@ -22,6 +22,7 @@ setup: $(STAMP)  ## make .venv with everything in it; runs again only when pypro
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found: install one, or run make PYTHON=/path/to/python3." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip  # an old one may search for minutes
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[test,dev]" "$(TORCH)"
 	@touch $@
