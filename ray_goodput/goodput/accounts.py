@@ -149,31 +149,45 @@ def _place(session: Session, session_end: float, target: int, heartbeat_s: float
     return placed
 
 
+def journal_began(rank: RankBook | None, span: AttemptSpan) -> float | None:
+    """When a rank's journal began, on the coordinator's clock; None if nothing is known of it.
+
+    A rank whose hello was lost with a coordinator, but whose journal was found, is taken to have lived to the end.
+    Where the journal knows of more time than the coordinator has for it (a hello that took long to arrive, an end that
+    was noted early), it began earlier than told, at the expense of startup.
+    """
+    if rank is None or (rank.started_at is None and rank.next_record == 0 and rank.open_bucket is None):
+        return None
+    told = span.end - rank.life_ns / 1e9 if rank.started_at is None else rank.started_at
+    return max(span.start, min(told, span.end - _known_s(rank)))
+
+
+def _known_s(rank: RankBook) -> float:
+    return (sum(rank.ns) + rank.open_ns) / 1e9
+
+
 def _rank(sums: _Sums, span: AttemptSpan, rank: RankBook | None, heartbeat_s: float) -> None:
     duration = span.end - span.start
     stepped = span.book.last_done is not None
-    if rank is None or (rank.started_at is None and rank.next_record == 0 and rank.open_bucket is None):
+    began = journal_began(rank, span)
+    if rank is None or began is None:
         # Never heard of. If others took steps, so did this one, and its journal is what is missing.
         sums.s[Bucket.OTHER if stepped else Bucket.STARTUP] += duration
         sums.uncertain += duration if stepped else 0.0
         return
+    before = began - span.start
     if rank.started_at is None:
-        # Its hello was lost with a coordinator: the journal says how long it lived, and is taken to reach to the end.
-        before = max(0.0, duration - rank.life_ns / 1e9)
         sums.uncertain += before
     else:
-        before = min(max(0.0, rank.started_at - span.start), duration)
+        sums.uncertain += max(0.0, min(rank.started_at, span.end) - began)
     for bucket, ns in enumerate(rank.ns):
         sums.s[bucket] += ns / 1e9
     if rank.open_bucket is not None:
         sums.s[rank.open_bucket] += rank.open_ns / 1e9
     sums.uncertain += rank.gap_ns / 1e9
-    left = duration - before - (sum(rank.ns) + rank.open_ns) / 1e9
-    if left < 0:
-        # The journal knows of more time than the coordinator has for it: a hello that took long to arrive, or an end
-        # that was noted early. Shorten the startup; what is still too much shows as imbalance.
+    left = duration - before - _known_s(rank)
+    if left < 0:  # more time than the whole attempt: what is too much shows as imbalance
         sums.uncertain -= left
-        before = max(0.0, before + left)
         left = 0.0
     sums.s[Bucket.STARTUP] += before
     silent = rank.next_record == 0 and rank.open_bucket is None

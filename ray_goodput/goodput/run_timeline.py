@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_goodput.core.buckets import Bucket
-from ray_goodput.goodput.accounts import AttemptSpan, attempt_spans, counted_s
+from ray_goodput.goodput.accounts import AttemptSpan, attempt_spans, counted_s, journal_began
 from ray_goodput.goodput.books import NUM_BUCKETS, RankBook
 from ray_goodput.goodput.ledger import Ledger
 from ray_goodput.goodput.timeline import Timeline
@@ -135,11 +135,11 @@ def _rank(span: AttemptSpan, world_rank: int, cutoff: int | None) -> RankTimelin
     rank = book.ranks.get(world_rank)
     parts: list[Span] = [_pure(span.gap_start, span.start, span.gap_bucket)]
     steps: list[tuple[float, int]] = []
-    if rank is None or rank.started_at is None:
+    began = journal_began(rank, span)
+    if rank is None or began is None:
         unheard = Bucket.OTHER if book.last_done is not None else Bucket.STARTUP
         parts.append(_pure(span.start, span.end, unheard))
     else:
-        began = min(max(rank.started_at, span.start), span.end)
         parts.append(_pure(span.start, began, Bucket.STARTUP))
         timeline = book.timelines.get(world_rank)
         cells = _cells(timeline, rank, began) if timeline else [_whole(rank, began)]

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from journal_pages import Stretch, page
@@ -151,6 +151,8 @@ def test_every_rank_second_is_in_one_bucket(seed: int, seal: bool) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
+@example(125, False)  # a journal that knows of more time than the coordinator has after its hello
+@example(2033, True)  # a hello lost with a coordinator, the journal found
 def test_the_timeline_of_every_rank_has_no_holes_and_tells_what_the_sums_tell(seed: int, replay: bool) -> None:
     h = history(random.Random(seed), seal=replay)
     ledger = h.ledger
