@@ -123,7 +123,7 @@ class ActorShardSource:
             except RayError:  # it died meanwhile; its next life knows nothing
                 known = False
             if not known and self._has_begun():
-                logger.info("dataset %r: the cache actor has no feed for it any more; telling it again", self._name)
+                logger.debug("dataset %r: the cache actor has no feed for it; telling it", self._name)
                 self._begin()
         self._told_mono_s = time.monotonic()
         self._advanced = self._actor.advance.remote(self._name, self._consumed, self._attempt)

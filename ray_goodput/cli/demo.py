@@ -7,7 +7,9 @@ killed: the saboteur works from outside, by process id.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -107,9 +109,14 @@ class DemoResult:
                 "",
                 str(render_table(self.goodput)),
                 "",
-                f"what is left of it: ray-goodput checkpoints ls {self.run_uri}",
+                f"what is left of it: {_command()} checkpoints ls {self.run_uri}",
             ]
         )
+
+
+def _command() -> str:
+    """This command as it can be typed again."""
+    return "ray-goodput" if shutil.which("ray-goodput") else sys.argv[0]
 
 
 def run_demo(config: DemoConfig, name: str, *, say: Say) -> DemoResult:

@@ -85,3 +85,4 @@ def _write_page(view: RunView, html: Path) -> None:
         html.write_text(render_page(view), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"The page cannot be written to {html}: {error.strerror}.") from None
+    print(f"The page is in {html}.", file=sys.stderr)

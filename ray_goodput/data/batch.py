@@ -68,7 +68,10 @@ class Batch(Mapping[str, Any]):
         )
 
     def __getitem__(self, name: str) -> Any:
-        return self._columns[name]
+        try:
+            return self._columns[name]
+        except KeyError:
+            raise KeyError(f"{name!r}: this batch has the columns {sorted(map(str, self._columns))}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)

@@ -6,12 +6,13 @@ Ray's objects into our own values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 import ray.train
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.train.v2._internal.exceptions import (
     UserExceptionWithTraceback,
     WorkerGroupStartupFailedError,
@@ -58,6 +59,10 @@ __all__ = [
 ]
 
 _CALL_TIMEOUT_S = 5.0
+# What gloo and NCCL say on the ranks that are left when a peer is gone.
+_LOST_PEER = re.compile(
+    r"Connection (reset|closed) by peer|gloo/transport|NCCL.*(remote process|abort)|ncclRemoteError"
+)
 _MAY_PASS = (StorageError, ShardReadError, RunError)  # a storage or an actor that was away for longer than our tries
 
 
@@ -115,9 +120,9 @@ def classify_failure(error: TrainingFailedError) -> tuple[FailureKind, str, tupl
     if _is_preemption_failure(error):
         return FailureKind.PREEMPTION, _last_line(error), ()
     if isinstance(error, WorkerGroupError):
-        ranks = tuple(sorted(error.worker_failures))
-        first = error.worker_failures[ranks[0]] if ranks else error
-        return FailureKind.WORKER, _last_line(first), ranks
+        causes = _first_causes(error.worker_failures)
+        ranks = tuple(sorted(causes))
+        return FailureKind.WORKER, _last_line(causes[ranks[0]] if ranks else error), ranks
     if isinstance(error, ControllerError):
         cause = error.controller_failure
         if isinstance(cause, WorkerGroupStartupTimeoutError):
@@ -143,6 +148,19 @@ def fresh_reserved_resources(policy: ElasticScalingPolicy) -> Mapping[str, Mappi
         return None
 
 
+def _first_causes(failures: Mapping[int, Exception]) -> Mapping[int, Exception]:
+    """The failures from which the others follow: processes that died, else errors that no lost peer explains."""
+    died = {rank: f for rank, f in failures.items() if isinstance(f, RayActorError)}
+    own = {rank: f for rank, f in failures.items() if not _LOST_PEER.search(str(f))}
+    return died or own or failures
+
+
 def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:500] if lines else type(error).__name__
+    """One line: the exception's type, if it is a user's, and the last line of its message."""
+    user = isinstance(error, UserExceptionWithTraceback)
+    cause = error._base_exc if isinstance(error, UserExceptionWithTraceback) else error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    name = type(cause).__name__
+    if not lines:
+        return name
+    return f"{name}: {lines[-1]}"[:500] if user else lines[-1][:500]
