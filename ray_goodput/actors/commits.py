@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from ray_goodput.checkpoint.folders import CHECKPOINTS
 from ray_goodput.clock import Clock
 from ray_goodput.core.catalog import Catalog, abandoned_folders
 from ray_goodput.core.commit import (
@@ -27,8 +28,6 @@ from ray_goodput.storage.checksum import xxh3_128_hex
 from ray_goodput.storage.protocol import ObjectStore
 
 logger = logging.getLogger(__name__)
-
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass(slots=True)
