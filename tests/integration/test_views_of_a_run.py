@@ -85,6 +85,20 @@ class Prometheus:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return json.load(answer)["data"]
 
+    def settled(self, timeout_s: float = 30.0) -> dict[str, Any]:
+        """What it knows, once it has scraped the run with its first steps and evaluated every rule: both come late."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            told = {
+                "overall": self.ask("query", query="ray_goodput_overall_ratio")["result"],
+                "rules": self.ask("rules")["groups"],
+            }
+            healths = {rule["health"] for group in told["rules"] for rule in group["rules"]}
+            shown = any(float(series["value"][1]) > 0 for series in told["overall"])
+            if (shown and healths == {"ok"}) or time.monotonic() > deadline:
+                return told
+            time.sleep(0.5)
+
     def close(self) -> None:
         self._process.kill()
         self._process.wait(10)
@@ -106,12 +120,7 @@ def seen(cluster: DemoCluster, job: Callable[..., Job], tmp_path_factory: pytest
                 assert time.monotonic() < deadline, f"no metrics of the second attempt: {sorted(found)}"
                 time.sleep(1.0)
                 found = scrape(cluster)
-            told = None
-            if prometheus is not None:
-                told = {
-                    "overall": prometheus.ask("query", query="ray_goodput_overall_ratio")["result"],
-                    "rules": prometheus.ask("rules")["groups"],
-                }
+            told = prometheus.settled() if prometheus is not None else None
             yield Seen(running.succeed(), mlflow, found, told)
         finally:
             if prometheus is not None:
