@@ -87,6 +87,7 @@ class _VaultProcess(CheckpointVault):
         super().__init__(
             node_id=node_id,
             store=open_store(spec.store),
+            # The proxy has the coordinator's methods by name, which no type checker can see.
             coordinator=RemoteProxy(coordinator_name(spec.key)),  # type: ignore[arg-type]
             local_checkpoints=local_checkpoints_dir(local_dir, spec.key),
             slots=slots_dirs(local_dir, spec.key, spec.checkpoint.staging_dir),

@@ -64,3 +64,8 @@ def attempt_dir(slots: Path, attempt: int) -> Path:
 def parse_attempt_dir(name: str) -> int | None:
     prefix, _, number = name.partition("-")
     return int(number) if prefix == "attempt" and number.isdigit() else None
+
+
+def journal_path(journals: Path, attempt: int, world_rank: int) -> Path:
+    """One rank's journal in a run's folder of journals on a node (`journals_dir`)."""
+    return attempt_dir(journals, attempt) / f"rank-{world_rank:05d}.journal"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ray_goodput.actors.commits import CHECKPOINTS
-from ray_goodput.actors.names import attempt_dir, parse_attempt_dir
+from ray_goodput.actors.names import parse_attempt_dir
 from ray_goodput.actors.slot_file import MappedSlot, checksum_extent, copy_extent
 from ray_goodput.checkpoint.slots import sidecar_path, staged_in
 from ray_goodput.core.commit import METADATA_NAME, CheckpointId, LandedSlice, ObjectRecord, StagedSlice
@@ -251,10 +251,6 @@ class CheckpointVault:
                 if checkpoint not in busy:
                     shutil.rmtree(self._local / checkpoint.folder, ignore_errors=True)
             self._writing = Counter({c: users for c, users in self._writing.items() if users > 0})
-
-
-def journal_path(journals: Path, attempt: int, world_rank: int) -> Path:
-    return attempt_dir(journals, attempt) / f"rank-{world_rank:05d}.journal"
 
 
 def _remove_if_empty(folder: Path) -> None:

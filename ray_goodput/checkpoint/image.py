@@ -104,7 +104,7 @@ def envelope_of(shape: tuple[int, ...], dtype: torch.dtype) -> Envelope:
     hollow = view_of(mmap.mmap(-1, size_bytes, flags=flags), 0, shape, dtype)
     sink = _Sink()
     with torch.serialization.skip_data():
-        torch.save(hollow, sink)  # type: ignore[arg-type]
+        torch.save(hollow, sink)  # type: ignore[arg-type] (the sink has only what torch calls, not all of IO[bytes])
     if len(sink.skipped) != 1 or sink.skipped[0][1] - sink.skipped[0][0] != size_bytes:
         raise CheckpointError(
             f"torch.save of torch {torch.__version__} does not lay out a tensor of {size_bytes} bytes as expected "

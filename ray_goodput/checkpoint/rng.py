@@ -23,6 +23,7 @@ FORMAT, VERSION = "ray_goodput.rng", 1
 def capture_rng() -> bytes:
     """The state of every stream of this process, as JSON of about 20 KB."""
     version, words, gauss = random.getstate()
+    # A tuple with legacy=True; the stub says a dictionary, too.
     kind, key, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
     body = {
         "format": FORMAT,

@@ -91,11 +91,6 @@ class JournalPage:
         return self.first_record + len(self.data) // RECORD_BYTES
 
 
-def journal_path(local_dir: str | Path, run: str, attempt: int, world_rank: int) -> Path:
-    """Where a rank's journal lies in its node's local directory, so that whoever closes its books finds it."""
-    return Path(local_dir) / "journal" / run / f"attempt-{attempt:04d}-rank-{world_rank:05d}.journal"
-
-
 class JournalWriter:
     """Appends to one journal; not thread-safe (the recorder holds a lock).
 

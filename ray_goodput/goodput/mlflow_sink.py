@@ -157,6 +157,7 @@ class MlflowSink:
                     continue
                 self._failed(error)
                 with self._changed:  # once more at once when the run ends, then often: little time is left
+                    # B023: the lambda is used up before `closing` can change.
                     self._changed.wait_for(lambda: self._abandoned or (self._end is not None and not closing), pause)  # noqa: B023
                 pause = _FIRST_PAUSE_S if self._end is not None else min(_LONGEST_PAUSE_S, 2 * pause)
 

@@ -263,6 +263,7 @@ def _close_books(coordinator: Any) -> RunEnd | None:
 
 
 def _max_workers(scaling: ray.train.ScalingConfig) -> int:
+    # A range (MIN, MAX) only if elastic, which the annotation does not know.
     return scaling.max_workers if scaling.elasticity_enabled else int(scaling.num_workers)  # type: ignore[arg-type]
 
 

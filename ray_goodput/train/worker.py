@@ -13,9 +13,15 @@ from typing import Any
 import ray
 import ray.train
 
-from ray_goodput.actors.names import NAMESPACE, coordinator_name, journals_dir, shard_cache_name, vault_name
+from ray_goodput.actors.names import (
+    NAMESPACE,
+    coordinator_name,
+    journal_path,
+    journals_dir,
+    shard_cache_name,
+    vault_name,
+)
 from ray_goodput.actors.remote import RemoteProxy
-from ray_goodput.actors.vault import journal_path
 from ray_goodput.clock import Clock, SystemClock
 from ray_goodput.config import environment
 from ray_goodput.core.run_state import HeartbeatAnswer, WorkerInfo

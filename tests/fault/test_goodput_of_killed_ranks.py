@@ -9,8 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+from ray_goodput.actors.names import journal_path
 from ray_goodput.core.buckets import Bucket
-from ray_goodput.goodput.journal import journal_path, read_journal
+from ray_goodput.goodput.journal import read_journal
 from ray_goodput.goodput.ledger import Ledger
 
 RANK = """
@@ -40,7 +41,7 @@ rec.close()
 
 def start(tmp_path: Path, ledger: Ledger, attempt: int, resumed: int, num: int) -> list[subprocess.Popen[str]]:
     ledger.attempt_started(attempt, 2, time.time())
-    args = [[str(journal_path(tmp_path, "r", attempt, r)), attempt, r, resumed, num] for r in range(2)]
+    args = [[str(journal_path(tmp_path, attempt, r)), attempt, r, resumed, num] for r in range(2)]
     ranks = [
         subprocess.Popen([sys.executable, "-c", RANK, *map(str, a)], stdout=subprocess.PIPE, text=True) for a in args
     ]
@@ -53,7 +54,7 @@ def start(tmp_path: Path, ledger: Ledger, attempt: int, resumed: int, num: int) 
 
 def collect(tmp_path: Path, ledger: Ledger, attempt: int) -> None:
     for rank in range(2):
-        ledger.page(read_journal(journal_path(tmp_path, "r", attempt, rank)))
+        ledger.page(read_journal(journal_path(tmp_path, attempt, rank)))
 
 
 def test_a_killed_rank_costs_at_most_one_heartbeat_of_certainty(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from ray_goodput.actors.names import journal_path, journals_dir
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.errors import StorageError
 from ray_goodput.goodput import journal
-from ray_goodput.goodput.journal import HEADER_BYTES, RECORD_BYTES, JournalWriter, journal_path, read_journal
+from ray_goodput.goodput.journal import HEADER_BYTES, RECORD_BYTES, JournalWriter, read_journal
 
 GRANULE = 128  # records in a page of memory
 
@@ -164,7 +165,7 @@ def test_reopening_a_path_starts_anew_without_touching_the_old_file(tmp_path: Pa
 
 
 def test_paths_are_apart_by_run_attempt_and_rank(tmp_path: Path) -> None:
-    paths = {journal_path(tmp_path, run, a, r) for run in ("x", "y") for a in (0, 1) for r in (0, 1)}
+    paths = {journal_path(journals_dir(tmp_path, run), a, r) for run in ("x", "y") for a in (0, 1) for r in (0, 1)}
     assert len(paths) == 8
 
 
