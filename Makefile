@@ -30,11 +30,15 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## train a small GPT with 2 workers, kill one, and show that nothing was lost
 	@$(BIN)/ray-goodput demo $(ARGS)
 
-test: lint  ## lint and all tests (not the benchmarks)
-	$(BIN)/python -m pytest $(ARGS)
+# Tests without Ray share the cores; those with it take turns, since two Ray clusters on one host disturb each other.
+SPREAD := --numprocesses logical --maxprocesses 8 --dist worksteal
 
-test-fast: $(STAMP)  ## the tests that need no Ray and no server
-	$(BIN)/python -m pytest tests/unit tests/property tests/contract $(ARGS)
+test: lint  ## lint and all tests (not the benchmarks)
+	$(BIN)/python -m pytest $(SPREAD) tests/unit tests/property tests/contract tests/fault $(ARGS)
+	$(BIN)/python -m pytest tests/integration $(ARGS)
+
+test-fast: $(STAMP)  ## the tests that need no Ray
+	$(BIN)/python -m pytest $(SPREAD) tests/unit tests/property tests/contract $(ARGS)
 
 lint: $(STAMP)  ## ruff, pyright, import-linter, codespell
 	$(BIN)/ruff check .

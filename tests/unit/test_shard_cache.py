@@ -144,9 +144,8 @@ def test_long_sequences_are_fed_to_the_pool_in_chunks(cache: ShardCache, monkeyp
 
 
 def test_an_endless_feed_goes_on_over_epochs(cache: ShardCache) -> None:
-    endless = FeedSpec(start=0, dp_ranks=(0,), dp_world=1, epochs=None)
-    cache.begin("train", spec_of(), endless, attempt=1)
-    cache.advance("train", 100 * SHARDS * ROWS)
+    hundred_epochs_on = FeedSpec(start=100 * SHARDS * ROWS, dp_ranks=(0,), dp_world=1, epochs=None)
+    cache.begin("train", spec_of(), hundred_epochs_on, attempt=1)
     until(lambda: len(fetched(cache)) == 4)  # only what is needed there: one of the next batch, three beyond
     assert cache.stats().feeds["train"].running
 
