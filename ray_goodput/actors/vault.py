@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from ray_goodput.actors.commits import CHECKPOINTS
 from ray_goodput.actors.names import parse_attempt_dir
 from ray_goodput.actors.slot_file import MappedSlot, checksum_extent, copy_extent
-from ray_goodput.checkpoint.slots import sidecar_path, staged_in
+from ray_goodput.checkpoint.sidecar import sidecar_path, staged_in
 from ray_goodput.core.commit import METADATA_NAME, CheckpointId, LandedSlice, ObjectRecord, StagedSlice
 from ray_goodput.errors import FencedError, GoodputError, RunError, StorageAccessError, StorageError
 from ray_goodput.goodput.journal import read_journal

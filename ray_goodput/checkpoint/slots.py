@@ -1,6 +1,6 @@
 """Slots: files in shared memory that hold one rank's share of a save until it is safe elsewhere.
 
-A slot outlives the process that filled it. A *sidecar* (`<slot>.json`) says what lies in it and exists exactly while
+A slot outlives the process that filled it. A *sidecar* (`sidecar.py`) says what lies in it and exists exactly while
 the content is complete, so a vault can finish the work of a dead worker. A slot without one is being filled, or was
 when its owner died: give each attempt its own folder, and everything in the folders of dead attempts can go.
 
@@ -10,14 +10,10 @@ when its owner died: give each attempt its own folder, and everything in the fol
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import os
 import shutil
-import uuid
-from collections.abc import Iterator
-from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -26,13 +22,10 @@ import numpy as np
 import torch
 
 from ray_goodput.checkpoint.image import ImageLayout
-from ray_goodput.core.commit import METADATA_NAME, CheckpointId, Extent, StagedSlice
-from ray_goodput.errors import CheckpointError, CorruptCheckpointError, StagingFullError
+from ray_goodput.checkpoint.sidecar import remove_slot
+from ray_goodput.errors import CheckpointError, StagingFullError
 
 logger = logging.getLogger(__name__)
-
-_SUFFIX = ".slot"
-_SIDECAR_VERSION = 1
 
 
 class SlotState(Enum):
@@ -173,103 +166,6 @@ class Slot:
             _cudart().cudaHostUnregister(self._pinned)
             self._pinned = None
         self.views, self.layout, self._map = [], None, None  # unmapped when the last view is gone
-
-
-def new_slot_path(folder: Path, world_rank: int) -> Path:
-    """A path that no other slot has."""
-    return folder / f"rank-{world_rank:05d}-{uuid.uuid4().hex[:12]}{_SUFFIX}"
-
-
-def remove_slot(path: str | os.PathLike[str]) -> None:
-    """The slot and its sidecar do not exist afterwards; the sidecar goes first, since it vouches for the slot."""
-    for gone in (sidecar_path(path), Path(path)):
-        gone.unlink(missing_ok=True)
-
-
-def sidecar_path(slot_path: str | os.PathLike[str]) -> Path:
-    return Path(f"{os.fspath(slot_path)}.json")
-
-
-def slice_to_dict(staged: StagedSlice) -> dict[str, Any]:
-    """JSON-able form of a staged slice. The metadata bytes are not in it: they lie in the slot, as an extent."""
-    return {
-        "format": "ray_goodput.slot",
-        "version": _SIDECAR_VERSION,
-        "step": staged.checkpoint.step,
-        "attempt": staged.checkpoint.attempt,
-        "world_rank": staged.world_rank,
-        "world_size": staged.world_size,
-        "slot_path": staged.slot_path,
-        "extents": [{"name": e.name, "offset": e.offset, "size_bytes": e.size_bytes} for e in staged.extents],
-        "structure_digest": staged.structure_digest,
-        "cursors": {name: dict(cursor) for name, cursor in staged.cursors.items()},
-        "extra": dict(staged.extra),
-    }
-
-
-def slice_from_dict(body: dict[str, Any]) -> StagedSlice:
-    """The slice `slice_to_dict` described, without metadata bytes.
-
-    Raises:
-        CorruptCheckpointError: not such a description, or of another version.
-    """
-    try:
-        if body["format"] != "ray_goodput.slot" or body["version"] != _SIDECAR_VERSION:
-            raise ValueError(f"format {body['format']!r}, version {body['version']!r}")
-        return StagedSlice(
-            checkpoint=CheckpointId(int(body["step"]), int(body["attempt"])),
-            world_rank=int(body["world_rank"]),
-            world_size=int(body["world_size"]),
-            slot_path=body["slot_path"],
-            extents=tuple(Extent(**extent) for extent in body["extents"]),
-            structure_digest=body["structure_digest"],
-            cursors=body["cursors"],
-            extra=body["extra"],
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpointError(f"The description of a staging slot cannot be read ({error!r}).") from error
-
-
-def write_sidecar(staged: StagedSlice) -> None:
-    """From now on anybody who finds the slot knows what lies in it."""
-    path = sidecar_path(staged.slot_path)
-    tmp = path.with_suffix(".tmp")
-    tmp.write_text(json.dumps(slice_to_dict(staged)))
-    tmp.replace(path)
-
-
-def read_sidecar(path: str | os.PathLike[str]) -> StagedSlice:
-    """The slice a sidecar describes, with the metadata bytes read from the slot.
-
-    Raises:
-        CorruptCheckpointError: the sidecar cannot be read, or the slot is missing or shorter than it says.
-    """
-    try:
-        staged = slice_from_dict(json.loads(Path(path).read_bytes()))
-        end = max((e.offset + e.size_bytes for e in staged.extents), default=0)
-        with open(staged.slot_path, "rb") as slot:
-            if os.fstat(slot.fileno()).st_size < end:
-                raise CorruptCheckpointError(f"The staging slot {staged.slot_path} is shorter than {end} bytes.")
-            for extent in staged.extents:
-                if extent.name == METADATA_NAME:
-                    slot.seek(extent.offset)
-                    staged = replace(staged, metadata=slot.read(extent.size_bytes))
-    except (OSError, ValueError) as error:
-        raise CorruptCheckpointError(f"The staging slot described by {path} cannot be read ({error}).") from error
-    return staged
-
-
-def staged_in(folder: str | os.PathLike[str]) -> Iterator[StagedSlice]:
-    """Every complete slice in a folder, newest last; what cannot be read is logged and left out."""
-    found = []
-    for path in sorted(Path(folder).glob(f"*{_SUFFIX}")):
-        sidecar = sidecar_path(path)
-        try:
-            if sidecar.exists():
-                found.append(read_sidecar(sidecar))
-        except CorruptCheckpointError as error:
-            logger.warning("%s It is left out.", error)
-    yield from sorted(found, key=lambda staged: (staged.checkpoint, staged.world_rank))
 
 
 def _cudart() -> Any:

@@ -16,15 +16,8 @@ import torch
 
 from ray_goodput.checkpoint.objects import ObjectSerializer
 from ray_goodput.checkpoint.plan import OBJECTS_NAME, SavePlan, image_name
-from ray_goodput.checkpoint.slots import (
-    Slot,
-    SlotEvent,
-    SlotState,
-    new_slot_path,
-    sidecar_path,
-    transition,
-    write_sidecar,
-)
+from ray_goodput.checkpoint.sidecar import new_slot_path, sidecar_path, write_sidecar
+from ray_goodput.checkpoint.slots import Slot, SlotEvent, SlotState, transition
 from ray_goodput.checkpoint.state import StateTree
 from ray_goodput.core.commit import METADATA_NAME, CheckpointId, Extent, StagedSlice, rank_state_name
 from ray_goodput.errors import CheckpointError, StagingFullError

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ray_goodput.actors.commits import CommitLog
 from ray_goodput.actors.names import parse_attempt_dir
-from ray_goodput.checkpoint.slots import slice_from_dict, slice_to_dict
+from ray_goodput.checkpoint.sidecar import slice_from_dict, slice_to_dict
 from ray_goodput.core.commit import CheckpointId, LandedSlice, ObjectRecord
 from ray_goodput.errors import CorruptCheckpointError, FencedError, StorageError
 from ray_goodput.storage.protocol import ObjectStore

@@ -6,7 +6,7 @@ import json
 import random
 
 from ray_goodput.checkpoint.rng import capture_rng, restore_rng
-from ray_goodput.checkpoint.slots import slice_from_dict, slice_to_dict
+from ray_goodput.checkpoint.sidecar import slice_from_dict, slice_to_dict
 from ray_goodput.core.commit import CheckpointId, Extent, StagedSlice
 
 SIDECAR_V1 = """{"format": "ray_goodput.slot", "version": 1, "step": 12, "attempt": 3, "world_rank": 1, "world_size": 2,

@@ -64,6 +64,13 @@ def test_importing_the_package_loads_no_heavy_library() -> None:
     assert modules_loaded_by("import ray_goodput; dir(ray_goodput)") == set()
 
 
+def test_the_actors_that_move_checkpoints_do_without_torch() -> None:
+    """It costs each of their processes 200 MB and seconds to start."""
+    modules = ("coordinator", "vault", "factories", "shard_cache")
+    code = "; ".join(f"import ray_goodput.actors.{name}" for name in modules)
+    assert "torch" not in modules_loaded_by(code)
+
+
 def test_the_help_of_every_command_loads_no_heavy_library() -> None:
     code = """
 import contextlib, io

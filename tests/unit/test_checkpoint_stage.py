@@ -19,16 +19,8 @@ from torch import nn
 
 from ray_goodput.checkpoint import slots
 from ray_goodput.checkpoint.plan import OBJECTS_NAME, Planner
-from ray_goodput.checkpoint.slots import (
-    SlotEvent,
-    SlotState,
-    read_sidecar,
-    sidecar_path,
-    slice_from_dict,
-    slice_to_dict,
-    staged_in,
-    transition,
-)
+from ray_goodput.checkpoint.sidecar import read_sidecar, sidecar_path, slice_from_dict, slice_to_dict, staged_in
+from ray_goodput.checkpoint.slots import SlotEvent, SlotState, transition
 from ray_goodput.checkpoint.stage import Stager
 from ray_goodput.checkpoint.state import StateTree, collect_state
 from ray_goodput.core.commit import METADATA_NAME, CheckpointId

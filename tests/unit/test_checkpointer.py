@@ -12,7 +12,7 @@ from torch import nn
 
 import ray_goodput as rg
 from ray_goodput.actors.vault import CheckpointVault
-from ray_goodput.checkpoint.slots import staged_in
+from ray_goodput.checkpoint.sidecar import staged_in
 from ray_goodput.errors import ConfigError, FencedError, SessionError, StagingFullError, StorageError
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ray_goodput.checkpoint import stage as stage_module
 from ray_goodput.checkpoint.rank_stager import RankStager
-from ray_goodput.checkpoint.slots import staged_in
+from ray_goodput.checkpoint.sidecar import staged_in
 from ray_goodput.checkpoint.stage import Stager
 from ray_goodput.checkpoint.state import StateTree, collect_state
 from ray_goodput.core.commit import CheckpointId

@@ -8,7 +8,7 @@ import pytest
 from ray_goodput.actors.commits import CHECKPOINTS, CommitLog
 from ray_goodput.actors.names import attempt_dir, journal_path
 from ray_goodput.actors.vault import CheckpointVault
-from ray_goodput.checkpoint.slots import sidecar_path, write_sidecar
+from ray_goodput.checkpoint.sidecar import sidecar_path, write_sidecar
 from ray_goodput.clock import ManualClock, SystemClock
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.buckets import Bucket
