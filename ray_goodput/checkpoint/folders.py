@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import COMMIT_NAME, CheckpointId, CommitRecord, ObjectRecord
@@ -16,6 +16,9 @@ from ray_goodput.storage.checksum import Checksum, xxh3_128_hex
 
 logger = logging.getLogger(__name__)
 
+FolderState = Literal[
+    "complete", "incomplete", "corrupt"
+]  # incomplete: without a commit record
 CHECKPOINTS = "checkpoints"  # the folder of a run that holds its checkpoints
 _RANGE_BYTES = 16 << 20
 _OBJECTS_AT_ONCE = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
-from ray_goodput.checkpoint.folders import CHECKPOINTS, problems_of, read_record
+from ray_goodput.checkpoint.folders import CHECKPOINTS, FolderState, problems_of, read_record
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import CheckpointId, CommitRecord
 from ray_goodput.errors import CorruptCheckpointError, ObjectNotFoundError
@@ -21,7 +21,7 @@ class Verified:
     folder: str
     step: int | None
     size_bytes: int
-    state: Literal["whole", "damaged", "incomplete"]
+    state: FolderState
     problems: tuple[str, ...]
 
 
@@ -32,12 +32,12 @@ class Verification:
     checkpoints: tuple[Verified, ...]
 
     @property
-    def damaged(self) -> int:
-        return sum(one.state == "damaged" for one in self.checkpoints)
+    def corrupt(self) -> int:
+        return sum(one.state == "corrupt" for one in self.checkpoints)
 
     def to_dict(self) -> dict[str, Any]:
         found = [asdict(one) for one in self.checkpoints]
-        return {"checkpoints": found, "damaged": self.damaged, "bytes": sum(one.size_bytes for one in self.checkpoints)}
+        return {"checkpoints": found, "corrupt": self.corrupt, "bytes": sum(one.size_bytes for one in self.checkpoints)}
 
 
 def verify_checkpoints(
@@ -120,13 +120,13 @@ def _verify(
     store: ObjectStore, folder: str, record: CommitRecord | str | None, on_bytes: Callable[[int], None]
 ) -> Verified:
     problems: tuple[str, ...] = ()
-    state: Literal["whole", "damaged", "incomplete"] = "whole"
+    state: FolderState = "complete"
     if record is None:
         state = "incomplete"
     elif isinstance(record, str):
-        state, problems = "damaged", (record,)
+        state, problems = "corrupt", (record,)
     else:
         problems = tuple(problems_of(store, folder, record, read=True, on_bytes=on_bytes))
-        state = "damaged" if problems else "whole"
+        state = "corrupt" if problems else "complete"
     size = record.size_bytes if isinstance(record, CommitRecord) else 0
     return Verified(folder=folder or ".", step=_step(folder, record), size_bytes=size, state=state, problems=problems)

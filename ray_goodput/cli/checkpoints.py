@@ -6,24 +6,22 @@ Object bytes are not read: sizes are compared, checksums are not.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
+from ray_goodput.checkpoint.folders import CHECKPOINTS, FolderState, problems_of, read_record
 from ray_goodput.clock import Clock, SystemClock
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import COMMIT_NAME, CheckpointId, CommitRecord
 from ray_goodput.errors import CorruptCheckpointError, ObjectNotFoundError
 from ray_goodput.storage import ObjectStore, open_store
-from ray_goodput.storage.checksum import xxh3_128_hex
-
-State = Literal["committed", "incomplete", "damaged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRow:
     """One checkpoint folder. `world_size` and `age_s` are None without a readable record; `reason` says why it is not
-    committed and is empty when it is.
+    complete and is empty when it is. `size_bytes` is what its objects take, without the commit record.
     """
 
     step: int
@@ -31,7 +29,7 @@ class CheckpointRow:
     world_size: int | None
     size_bytes: int
     age_s: float | None
-    state: State
+    state: FolderState
     reason: str
     folder: str
 
@@ -48,7 +46,7 @@ def list_checkpoints(spec: StoreSpec, *, clock: Clock | None = None) -> list[Che
     """
     clock = clock or SystemClock()
     store = open_store(spec)
-    for prefix in ("checkpoints", ""):
+    for prefix in (CHECKPOINTS, ""):
         ids = [i for i in map(CheckpointId.parse, store.list_folders(prefix)) if i is not None]
         if ids:
             return [_row(store, prefix, i, clock) for i in sorted(ids, reverse=True)]
@@ -60,39 +58,27 @@ def list_checkpoints(spec: StoreSpec, *, clock: Clock | None = None) -> list[Che
 
 def _row(store: ObjectStore, prefix: str, checkpoint: CheckpointId, clock: Clock) -> CheckpointRow:
     root = f"{prefix}/{checkpoint.folder}".lstrip("/")
-    sizes = {info.key.removeprefix(f"{root}/"): info.size_bytes for info in store.list(root)}
     record: CommitRecord | None = None
-    state: State = "committed"
+    state: FolderState = "complete"
     reason = ""
-    if COMMIT_NAME not in sizes:
+    try:
+        record = read_record(store, root)
+    except ObjectNotFoundError:
         state, reason = "incomplete", f"no {COMMIT_NAME}: the save has not finished or never will"
-    else:
-        try:
-            record = CommitRecord.from_json(store.get(f"{root}/{COMMIT_NAME}"), xxh3_128_hex)
-        except (CorruptCheckpointError, ObjectNotFoundError) as error:  # not found: pruned since the listing
-            state, reason = "damaged", str(error)
-    if record is not None and (reason := _first_difference(record, sizes)):
-        state = "damaged"
+    except CorruptCheckpointError as error:
+        state, reason = "corrupt", str(error)
+    if record is not None and (problems := problems_of(store, root, record, read=False)):
+        state, reason = "corrupt", problems[0]
     return CheckpointRow(
         step=checkpoint.step,
         attempt=checkpoint.attempt,
         world_size=record.world_size if record else None,
-        size_bytes=sum(sizes.values()),
+        size_bytes=sum(info.size_bytes for info in store.list(root) if info.key != f"{root}/{COMMIT_NAME}"),
         age_s=max(0.0, clock.at_s() - record.committed_at_s) if record else None,
         state=state,
         reason=reason,
         folder=root,
     )
-
-
-def _first_difference(record: CommitRecord, sizes: Mapping[str, int]) -> str:
-    for expected in record.objects:
-        found = sizes.get(expected.name)
-        if found is None:
-            return f"{expected.name} is missing"
-        if found != expected.size_bytes:
-            return f"{expected.name} has {found} bytes, {expected.size_bytes} were committed"
-    return ""
 
 
 def render(rows: Sequence[CheckpointRow]) -> str:

@@ -49,7 +49,7 @@ def verify(
     storage_options: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of a run's committed checkpoints and compare checksums; exit code 1 if one is damaged."""
+    """Read every byte of a run's committed checkpoints and compare checksums; exit code 1 if one is corrupt."""
     from ray_goodput.cli.checkpoint_verify import render, verify_checkpoints
     from ray_goodput.cli.progress import byte_progress
     from ray_goodput.config import StoreSpec
@@ -60,7 +60,7 @@ def verify(
             on_bytes=progress.advance,
         )  # fmt: skip
     print(json.dumps({"uri": uri, **result.to_dict()}) if as_json else render(result))
-    if result.damaged:
+    if result.corrupt:
         raise typer.Exit(1)
 
 

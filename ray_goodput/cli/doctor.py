@@ -88,7 +88,7 @@ def _staging_bytes(spec: StoreSpec) -> int | None:
         rows = list_checkpoints(spec)
     except GoodputError:  # no checkpoint yet: the run's own checks say what is wrong
         return None
-    sizes = [row.size_bytes for row in rows if row.state == "committed"]
+    sizes = [row.size_bytes for row in rows if row.state == "complete"]
     return 2 * sizes[0] if sizes else None
 
 

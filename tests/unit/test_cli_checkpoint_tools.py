@@ -79,32 +79,32 @@ def body(*arguments: Any, code: int = 0) -> dict[str, Any]:
 def test_whole_checkpoints_verify_with_exit_code_0_and_damaged_ones_with_1(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write(tmp_path, step)
-    assert [one["state"] for one in body("verify", tmp_path)["checkpoints"]] == ["whole"] * 3
+    assert [one["state"] for one in body("verify", tmp_path)["checkpoints"]] == ["complete"] * 3
     flip(tmp_path / "checkpoints" / CheckpointId(2, 1).folder / "__0_0.distcp")
     found = body("verify", tmp_path, code=1)
     assert [(one["step"], one["state"]) for one in found["checkpoints"]] == [
-        (3, "whole"), (2, "damaged"), (1, "whole"),
+        (3, "complete"), (2, "corrupt"), (1, "complete"),
     ]  # fmt: skip
-    assert found["damaged"] == 1 and "__0_0.distcp has checksum" in found["checkpoints"][1]["problems"][0]
+    assert found["corrupt"] == 1 and "__0_0.distcp has checksum" in found["checkpoints"][1]["problems"][0]
     text = call("verify", tmp_path)
     assert text.exit_code == 1 and "bytes were changed" in text.stdout
-    assert body("verify", tmp_path, "--step", 3)["damaged"] == 0
+    assert body("verify", tmp_path, "--step", 3)["corrupt"] == 0
 
 
 def test_verify_tells_damage_from_saves_that_have_not_ended(tmp_path: Path) -> None:
     write(tmp_path, 1)
     unfinished(tmp_path, 2)
-    assert [one["state"] for one in body("verify", tmp_path)["checkpoints"]] == ["incomplete", "whole"]
+    assert [one["state"] for one in body("verify", tmp_path)["checkpoints"]] == ["incomplete", "complete"]
     flip(write(tmp_path, 3) / COMMIT_NAME, 50)
     (write(tmp_path, 4) / "__0_0.distcp").unlink()
     found = body("verify", tmp_path, code=1)
-    assert [one["state"] for one in found["checkpoints"]] == ["damaged", "damaged", "incomplete", "whole"]
+    assert [one["state"] for one in found["checkpoints"]] == ["corrupt", "corrupt", "incomplete", "complete"]
     assert found["checkpoints"][0]["problems"] == ["__0_0.distcp is missing."]
 
 
 def test_verify_takes_the_folder_of_one_checkpoint(tmp_path: Path) -> None:
     found = body("verify", write(tmp_path, 7))
-    assert [(one["step"], one["folder"], one["state"]) for one in found["checkpoints"]] == [(7, ".", "whole")]
+    assert [(one["step"], one["folder"], one["state"]) for one in found["checkpoints"]] == [(7, ".", "complete")]
 
 
 @pytest.mark.parametrize("command", ["verify", "gc"])

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ray_goodput.cli.app import app
+from ray_goodput.cli.checkpoint_verify import verify_checkpoints
 from ray_goodput.cli.checkpoints import human_age, human_bytes, list_checkpoints, render
 from ray_goodput.clock import ManualClock
 from ray_goodput.config import StoreSpec
@@ -46,16 +47,18 @@ def listed(root: Path) -> list[tuple[int, int, str]]:
 def test_checkpoints_are_listed_newest_first_with_step_attempt_world_size_and_age(tmp_path: Path) -> None:
     for step, attempt in ((20, 0), (40, 0), (40, 1)):
         write_checkpoint(tmp_path, step, attempt)
-    assert listed(tmp_path) == [(40, 1, "committed"), (40, 0, "committed"), (20, 0, "committed")]
+    assert listed(tmp_path) == [(40, 1, "complete"), (40, 0, "complete"), (20, 0, "complete")]
     row = list_checkpoints(StoreSpec(uri=str(tmp_path)), clock=ManualClock(at_s=NOW))[0]
     assert (row.world_size, row.age_s, row.reason) == (2, 125.0, "")
-    assert row.size_bytes == sum(p.stat().st_size for p in (tmp_path / row.folder).iterdir())
+    (verified, *_) = verify_checkpoints(StoreSpec(uri=str(tmp_path))).checkpoints
+    objects = [path for path in (tmp_path / row.folder).iterdir() if path.name != COMMIT_NAME]
+    assert row.size_bytes == verified.size_bytes == sum(path.stat().st_size for path in objects)
     assert "2 min" in render([row])
 
 
 def test_the_folder_of_the_checkpoints_may_be_given_too(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 20)
-    assert listed(tmp_path / "checkpoints") == listed(tmp_path) == [(20, 0, "committed")]
+    assert listed(tmp_path / "checkpoints") == listed(tmp_path) == [(20, 0, "complete")]
 
 
 def test_a_folder_without_a_record_is_incomplete(tmp_path: Path) -> None:
@@ -74,7 +77,7 @@ def test_a_record_that_lies_or_cannot_be_read_is_damage_with_a_reason(tmp_path: 
     else:
         (folder / "__0_0.distcp").write_bytes(b"half")
     (row,) = list_checkpoints(StoreSpec(uri=str(tmp_path)))
-    assert row.state == "damaged"
+    assert row.state == "corrupt"
     assert (COMMIT_NAME if damage == "record" else "__0_0.distcp") in row.reason
 
 
@@ -82,7 +85,7 @@ def test_other_folders_are_not_taken_for_checkpoints(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 20)
     (tmp_path / "checkpoints" / "step-30").mkdir()
     (tmp_path / "samples").mkdir()
-    assert listed(tmp_path) == [(20, 0, "committed")]
+    assert listed(tmp_path) == [(20, 0, "complete")]
 
 
 def test_a_place_without_checkpoints_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
