@@ -87,9 +87,17 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureBudget:
-    """How many failures in a row, with no new commit in between, end the run. Preemptions are not counted."""
+    """Which failures a run takes by itself, and for what it waits.
+
+    max_failures_without_progress: failures in a row, with no new commit in between, that are tried again; one more ends
+        the run. Drains, preemptions and starts that found no room are not counted.
+    stop_on_repeated_error: an exception of the train loop that comes twice in a row at the same step of the same ranks,
+        with no commit in between, ends the run without using the rest of the budget up. Connections, files and lost
+        processes are never taken for such an error. False: always the whole budget.
+    """
 
     max_failures_without_progress: int = 3
+    stop_on_repeated_error: bool = True
 
     def __post_init__(self) -> None:
         if self.max_failures_without_progress < 0:

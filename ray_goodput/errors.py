@@ -20,6 +20,7 @@ GoodputError
 │   └── ShardReadError            a data shard cannot be fetched or decoded
 └── RunError
     ├── RunInUseError             another driver holds the run name
+    ├── DrainedError              the attempt saved and left, since a node or process of it is about to go
     └── CrashLoopError            failures without progress used up their budget
 
 Each message says what happened, with the numbers, what still works and what to change. Errors cross
@@ -107,6 +108,20 @@ class RunError(GoodputError):
 
 class RunInUseError(RunError):
     """Another living driver holds the run name."""
+
+
+class DrainedError(RunError):
+    """The attempt has saved and left, since a node or a process of it is about to go: the run goes on in another one.
+
+    ranks: the world ranks that are about to go.
+    """
+
+    def __init__(self, message: str = "", ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message, ranks)
+        self.ranks = tuple(ranks)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class CrashLoopError(RunError):

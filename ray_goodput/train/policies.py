@@ -16,12 +16,12 @@ from ray_goodput.actors.names import NAMESPACE, coordinator_name, vault_name
 from ray_goodput.config import FailureBudget
 from ray_goodput.core.budget import BudgetState, FailureEvent, RetryDecision, decide_retry
 from ray_goodput.core.commit import CheckpointId
+from ray_goodput.train.failures import failure_event
 from ray_goodput.train.ray_compat import (
     ElasticScalingPolicy,
     FailureDecision,
     FailurePolicy,
     TrainingFailedError,
-    classify_failure,
     fresh_reserved_resources,
 )
 
@@ -41,25 +41,30 @@ class ProgressFailurePolicy(FailurePolicy):
         self._state = BudgetState()
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
-        kind, message, ranks = classify_failure(training_failed_error)
-        event = FailureEvent(kind=kind, committed=self._last_committed(), message=message, ranks=ranks)
+        committed, node_of_rank = self._progress()
+        event = failure_event(training_failed_error, committed=committed, node_of_rank=node_of_rank)
         decision = decide_retry(
-            self._state, event, max_failures_without_progress=self._budget.max_failures_without_progress
+            self._state,
+            event,
+            max_failures_without_progress=self._budget.max_failures_without_progress,
+            stop_on_repeated_error=self._budget.stop_on_repeated_error,
         )
         self._state = decision.state
         logger.log(logging.INFO if decision.retry else logging.ERROR, "%s", decision.reason)
         self._tell(decision, event)
         return FailureDecision.RETRY if decision.retry else FailureDecision.RAISE
 
-    def _last_committed(self) -> CheckpointId | None:
-        """The commit made last; the last known one if the coordinator does not answer (no progress assumed)."""
+    def _progress(self) -> tuple[CheckpointId | None, dict[int, str]]:
+        """The commit made last, and the address of each rank's node; what was known before if the coordinator does not
+        answer (no progress assumed)."""
         try:
             coordinator = ray.get_actor(coordinator_name(self._run_key), namespace=NAMESPACE)
-            committed: Any = ray.get(coordinator.last_committed.remote(), timeout=_ASK_TIMEOUT_S)
-            return committed
+            asked = [coordinator.last_committed.remote(), coordinator.status.remote()]
+            committed, status = ray.get(asked, timeout=_ASK_TIMEOUT_S)
+            return committed, {worker.world_rank: worker.node_ip for worker in status.workers}
         except (ValueError, RayError, TimeoutError) as error:
             logger.warning("The run's coordinator did not say how far it is (%s).", error)
-            return self._state.committed
+            return self._state.committed, {}
 
     def _tell(self, decision: RetryDecision, event: FailureEvent) -> None:
         try:

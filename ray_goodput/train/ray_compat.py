@@ -14,9 +14,11 @@ import ray
 import ray.train
 from ray.exceptions import RayActorError, RayError
 from ray.train.v2._internal.exceptions import (
+    RayTrainError,
     UserExceptionWithTraceback,
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
 )
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.failure_handling import (
@@ -36,7 +38,7 @@ from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, Wo
 
 from ray_goodput.core.budget import FailureKind
 from ray_goodput.core.run_state import WorkerInfo
-from ray_goodput.errors import GoodputError, RunError, ShardReadError, StorageError
+from ray_goodput.errors import DrainedError, GoodputError, RunError, ShardReadError, StorageError
 
 __all__ = [
     "ControllerCallback",
@@ -55,6 +57,7 @@ __all__ = [
     "goodput_error_in",
     "in_train_worker",
     "train_run_id",
+    "user_error_in",
     "worker_infos",
 ]
 
@@ -97,11 +100,8 @@ def worker_infos(workers: Sequence[Any]) -> tuple[WorkerInfo, ...]:
 def goodput_error_in(error: BaseException) -> GoodputError | None:
     """Our own error a worker raised, if the failure holds one; of several, one that is certain to come again."""
     if isinstance(error, WorkerGroupError):
-        causes = [
-            f._base_exc if isinstance(f, UserExceptionWithTraceback) else f for f in error.worker_failures.values()
-        ]
-        ours = [cause for cause in causes if isinstance(cause, GoodputError)]
-        return min(ours, key=lambda cause: isinstance(cause, _MAY_PASS), default=None)
+        ours = [cause for cause in map(_cause, error.worker_failures.values()) if isinstance(cause, GoodputError)]
+        return min(ours, key=lambda c: (isinstance(c, _MAY_PASS), not isinstance(c, DrainedError)), default=None)
     if isinstance(error, ControllerError) and isinstance(error.controller_failure, GoodputError):
         return error.controller_failure
     return None
@@ -114,11 +114,14 @@ def classify_failure(error: TrainingFailedError) -> tuple[FailureKind, str, tupl
     means that the input is wrong.
     """
     ours = goodput_error_in(error)
+    if isinstance(ours, DrainedError):
+        return FailureKind.DRAIN, str(ours), ours.ranks
     if ours is not None and not isinstance(ours, _MAY_PASS):
         ranks = tuple(sorted(error.worker_failures)) if isinstance(error, WorkerGroupError) else ()
         return FailureKind.USER_ERROR, str(ours), ranks
     if _is_preemption_failure(error):
-        return FailureKind.PREEMPTION, _last_line(error), ()
+        gone = _first_causes(error.worker_failures) if isinstance(error, WorkerGroupError) else {}
+        return FailureKind.PREEMPTION, _last_line(error), tuple(sorted(gone))
     if isinstance(error, WorkerGroupError):
         causes = _first_causes(error.worker_failures)
         ranks = tuple(sorted(causes))
@@ -148,19 +151,38 @@ def fresh_reserved_resources(policy: ElasticScalingPolicy) -> Mapping[str, Mappi
         return None
 
 
+def user_error_in(error: TrainingFailedError, ranks: Sequence[int]) -> Exception | None:
+    """What the user's own code raised on the first of `ranks`, if that is what failed there."""
+    if not isinstance(error, WorkerGroupError) or not ranks:
+        return None
+    cause = _cause(error.worker_failures[ranks[0]])
+    return cause if _is_users(cause) and not _LOST_PEER.search(str(cause)) else None
+
+
+def _cause(failure: Exception) -> Exception:
+    """What happened, without the wrapping that Ray may put round it."""
+    if isinstance(failure, UserExceptionWithTraceback):
+        return failure._base_exc
+    return failure.health_check_failure if isinstance(failure, WorkerHealthCheckFailedError) else failure
+
+
+def _is_users(cause: BaseException) -> bool:
+    return not isinstance(cause, RayError | RayTrainError | GoodputError | TrainingFailedError)
+
+
 def _first_causes(failures: Mapping[int, Exception]) -> Mapping[int, Exception]:
     """The failures from which the others follow: processes that died, else errors that no lost peer explains."""
-    died = {rank: f for rank, f in failures.items() if isinstance(f, RayActorError)}
-    own = {rank: f for rank, f in failures.items() if not _LOST_PEER.search(str(f))}
-    return died or own or failures
+    causes = {rank: _cause(f) for rank, f in failures.items()}
+    died = {rank: c for rank, c in causes.items() if isinstance(c, RayActorError)}
+    own = {rank: c for rank, c in causes.items() if not _LOST_PEER.search(str(c))}
+    return died or own or causes
 
 
 def _last_line(error: BaseException) -> str:
     """One line: the exception's type, if it is a user's, and the last line of its message."""
-    user = isinstance(error, UserExceptionWithTraceback)
-    cause = error._base_exc if isinstance(error, UserExceptionWithTraceback) else error
+    cause = _cause(error) if isinstance(error, Exception) else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     name = type(cause).__name__
     if not lines:
         return name
-    return f"{name}: {lines[-1]}"[:500] if user else lines[-1][:500]
+    return f"{name}: {lines[-1]}"[:500] if _is_users(cause) else lines[-1][:500]

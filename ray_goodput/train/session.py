@@ -23,6 +23,7 @@ from ray_goodput.data.waits import observe_waits
 from ray_goodput.errors import ConfigError, SessionError, StagingFullError
 from ray_goodput.train import ray_compat, reproducible
 from ray_goodput.train.batch_weight import BatchWeight
+from ray_goodput.train.failures import note_step
 from ray_goodput.train.feed import DataFeed, open_feed
 from ray_goodput.train.restorer import Restored, restore_newest
 from ray_goodput.train.sample_log import SampleLog
@@ -65,6 +66,9 @@ def run_in_session(spec: TrainSpec, train_loop: Callable[[], Any]) -> Any:
         value = train_loop()
         current.close()
         return value
+    except Exception as error:
+        note_step(error, current.step_index)
+        raise
     finally:
         _current = None
         observe_waits(None)

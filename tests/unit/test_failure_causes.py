@@ -1,11 +1,16 @@
 """Which of many failures is the one: the rest are what a lost peer looks like from the ranks that are left."""
 
+import pickle
+
+import cloudpickle
+import pytest
 from ray.exceptions import ActorDiedError
-from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import WorkerGroupError
 
 from ray_goodput.core.budget import FailureKind
-from ray_goodput.errors import ShardReadError, StructureMismatchError
+from ray_goodput.errors import DrainedError, RunError, ShardReadError, StructureMismatchError
+from ray_goodput.train.failures import failure_event, note_step
 from ray_goodput.train.ray_compat import classify_failure
 
 PEER_GONE = RuntimeError("[pair.cc:537] Read error [127.0.0.1]:33189: Connection reset by peer. GLHF!")
@@ -37,3 +42,38 @@ def test_with_nothing_but_lost_peers_all_are_named() -> None:
 def test_bad_input_is_not_retried_and_what_may_pass_is() -> None:
     assert classify({0: raised(StructureMismatchError("other model"))})[0] is FailureKind.USER_ERROR
     assert classify({0: raised(ShardReadError("away"))})[0] is FailureKind.WORKER
+
+
+def test_a_dead_process_is_found_inside_what_the_health_check_says() -> None:
+    died = WorkerHealthCheckFailedError("A worker health check failed.", failure=ActorDiedError())
+    kind, _, ranks = classify({0: RuntimeError("some other back end's words for a lost peer"), 1: died})
+    assert (kind, ranks) == (FailureKind.WORKER, (1,))
+
+
+def test_an_attempt_that_left_after_notice_is_a_drain_whatever_its_peers_raised_behind_it() -> None:
+    left = DrainedError("node n goes", (1,))
+    assert classify({0: PEER_GONE, 1: raised(left), 2: RunError("no answer")}) == (
+        FailureKind.DRAIN,
+        "node n goes",
+        (1,),
+    )
+    assert classify({0: left, 1: StructureMismatchError("other model")})[0] is FailureKind.USER_ERROR
+    again = pickle.loads(pickle.dumps(left))
+    assert (str(again), again.ranks) == ("node n goes", (1,))
+
+
+def event(failures: dict[int, Exception]):
+    return failure_event(WorkerGroupError("failed", failures), committed=None, node_of_rank={0: "a", 1: "b", 2: "b"})
+
+
+def test_an_error_of_the_train_loop_carries_its_step_through_ray_and_names_the_node() -> None:
+    error = KeyError("z")
+    note_step(error, 7)
+    carried = cloudpickle.loads(cloudpickle.dumps({0: raised(PEER_GONE), 1: raised(error), 2: raised(PEER_GONE)}))
+    found = event(carried)
+    assert (found.step, found.error, found.nodes, found.ranks) == (7, "KeyError: 'z'", ("b",), (1,))
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), ConnectionError("no route"), ShardReadError("away"), PEER_GONE])
+def test_what_comes_and_goes_is_no_error_that_repeats(error: Exception) -> None:
+    assert event({0: error}).error == ""
