@@ -156,10 +156,10 @@ def user_error_in(error: TrainingFailedError, ranks: Sequence[int]) -> Exception
     if not isinstance(error, WorkerGroupError) or not ranks:
         return None
     cause = _cause(error.worker_failures[ranks[0]])
-    return cause if _is_users(cause) and not _LOST_PEER.search(str(cause)) else None
+    return cause if isinstance(cause, Exception) and _is_users(cause) and not _LOST_PEER.search(str(cause)) else None
 
 
-def _cause(failure: Exception) -> Exception:
+def _cause(failure: Exception) -> BaseException:
     """What happened, without the wrapping that Ray may put round it."""
     if isinstance(failure, UserExceptionWithTraceback):
         return failure._base_exc
@@ -170,7 +170,7 @@ def _is_users(cause: BaseException) -> bool:
     return not isinstance(cause, RayError | RayTrainError | GoodputError | TrainingFailedError)
 
 
-def _first_causes(failures: Mapping[int, Exception]) -> Mapping[int, Exception]:
+def _first_causes(failures: Mapping[int, Exception]) -> Mapping[int, BaseException]:
     """The failures from which the others follow: processes that died, else errors that no lost peer explains."""
     causes = {rank: _cause(f) for rank, f in failures.items()}
     died = {rank: c for rank, c in causes.items() if isinstance(c, RayActorError)}
