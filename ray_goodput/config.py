@@ -25,6 +25,7 @@ class Environment:
     """What the surroundings of a process say; see `environment()`."""
 
     local_dir: Path
+    drills: bool = False
 
 
 def environment(env: Mapping[str, str] | None = None) -> Environment:
@@ -33,10 +34,15 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
     `RAY_GOODPUT_LOCAL_DIR`: folder on node-local NVMe for the data cache, local checkpoint copies and journals. On a
     cluster set it where the raylet starts, so that each node has its own. Default: `ray_goodput` in the system's
     temporary folder.
+    `RAY_GOODPUT_DRILLS`: 1 opens the gates of `gates.py`, at which `ray_goodput.testing` can hold or slow a process; to
+    be set where the raylet starts, too. Default: 0.
     """
     env = os.environ if env is None else env
     default = Path(tempfile.gettempdir()) / "ray_goodput"
-    return Environment(local_dir=Path(env.get("RAY_GOODPUT_LOCAL_DIR") or default))
+    drills = env.get("RAY_GOODPUT_DRILLS") or "0"
+    if drills not in ("0", "1"):
+        raise ConfigError(f"RAY_GOODPUT_DRILLS={drills!r}: give 1 to open the gates for drills, or 0.")
+    return Environment(local_dir=Path(env.get("RAY_GOODPUT_LOCAL_DIR") or default), drills=drills == "1")
 
 
 def parse_duration_s(text: str) -> float:

@@ -58,6 +58,7 @@ class _CoordinatorProcess(RunCoordinator):
             keep_last=spec.checkpoint.keep_last,
             keep_every=spec.checkpoint.keep_every,
         )
+        self._driver_pid = spec.driver_pid
         self._problem: StorageError | None = None
         try:
             first_life = not ray.get_runtime_context().was_current_actor_reconstructed
@@ -72,6 +73,10 @@ class _CoordinatorProcess(RunCoordinator):
         if self._problem is not None:
             raise self._problem
         return super().ping()
+
+    def driver_pid(self) -> int:
+        """The process that called `fit`, on this node; for drills."""
+        return self._driver_pid
 
 
 class _VaultProcess(CheckpointVault):

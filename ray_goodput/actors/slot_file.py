@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ray_goodput.core.commit import Extent, ObjectRecord
+from ray_goodput.gates import gate
 from ray_goodput.storage.checksum import Checksum
 from ray_goodput.storage.disk import tmp_path
 
@@ -52,6 +53,7 @@ def checksum_extent(slot: memoryview, extent: Extent) -> str:
 
 def copy_extent(slot: memoryview, extent: Extent, path: Path) -> ObjectRecord:
     """Copy one extent to `path` and take its checksum on the way. Not fsynced: a torn copy fails its checksum."""
+    gate("disk", path=path)
     checksum = Checksum()
     tmp = tmp_path(path)
     try:

@@ -12,7 +12,7 @@ from ray_goodput.config import CheckpointConfig, StoreSpec
 class RunSpec:
     """One run. `store` is the run's own folder: `<storage_path>/<run>`.
 
-    started_at_s: wall clock when the driver took the run up, 0 before.
+    started_at_s, driver_pid: wall clock when the driver took the run up, and its process; 0 before.
     """
 
     run: str
@@ -20,6 +20,7 @@ class RunSpec:
     checkpoint: CheckpointConfig
     target_world: int
     started_at_s: float = 0.0
+    driver_pid: int = 0
 
     @property
     def key(self) -> str:

@@ -21,6 +21,7 @@ from ray_goodput.checkpoint.slots import Slot, SlotEvent, SlotState, transition
 from ray_goodput.checkpoint.state import StateTree
 from ray_goodput.core.commit import METADATA_NAME, CheckpointId, Extent, StagedSlice, rank_state_name
 from ray_goodput.errors import CheckpointError, StagingFullError
+from ray_goodput.gates import gate
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,7 @@ class Stager:
             with torch.no_grad():
                 ordered = [name in tree.rank0 for name in self._plan.names]
                 events, keep = _copy(slot.views, self._plan.sources(tree), ordered)
+            gate("stage", rank=self._plan.world_rank, step=checkpoint_id.step)
             extents, metadata = self._write_tail(slot, tree, rank_state)
         except BaseException:  # whatever it was, the slot must not be lost; nothing describes its content
             self.mark(slot.path, SlotEvent.ABORT)

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from ray_goodput.cli.chaos import chaos
 from ray_goodput.cli.checkpoints_app import checkpoints
 from ray_goodput.cli.doctor import doctor
 from ray_goodput.cli.grafana import grafana
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(grafana, name="grafana")
 app.add_typer(mlflow, name="mlflow")
+app.command("chaos")(chaos)
 app.command("doctor")(doctor)
 app.command("plan")(plan)
 app.command("report")(report)

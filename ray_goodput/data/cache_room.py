@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ray_goodput.data.cache_lock import is_linked, lock_file, try_lock
 from ray_goodput.errors import CacheFullError
+from ray_goodput.gates import gate
 from ray_goodput.storage.disk import free_bytes, fsync_folder
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class CacheRoom:
     def publish(self, folder: Path, written: Path, path: Path) -> None:
         """The file `written` in the reservation `folder` becomes `path`, and the reservation ends in the same moment:
         nobody who decides about room sees its bytes twice, or not at all."""
+        gate("disk", path=path)
         with self._admission():
             written.replace(path)
             shutil.rmtree(folder, ignore_errors=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from ray_goodput.gates import gate
 from ray_goodput.storage.protocol import ObjectInfo, ObjectStore
 
 T = TypeVar("T")
@@ -18,12 +19,17 @@ class FaultyStore:
 
     Calls are numbered n = 0, 1, 2, ... in the order in which they begin, over all threads. `before(op, key, n)` runs
     first and may raise or end the process: the call then does not happen. `after(op, key, n)` runs once it succeeded.
-    `op` is the method's name; `delete` of many keys is one call a key. `calls` holds (op, key) of every call begun.
+    `op` is the method's name; `delete` of many keys is one call a key. `calls` holds (op, key) of every call begun,
+    unless `keep_calls` is false: for stores that live long.
     """
 
-    def __init__(self, inner: ObjectStore, before: Hook | None = None, after: Hook | None = None) -> None:
+    def __init__(
+        self, inner: ObjectStore, before: Hook | None = None, after: Hook | None = None, *, keep_calls: bool = True
+    ) -> None:
         self.inner = inner
         self.calls: list[tuple[str, str]] = []
+        self._num_calls = 0
+        self._keep_calls = keep_calls
         self._before = before
         self._after = after
         self._lock = threading.Lock()
@@ -74,11 +80,18 @@ class FaultyStore:
 
     def _strike(self, op: str, key: str, call: Callable[[], T]) -> T:
         with self._lock:
-            n = len(self.calls)
-            self.calls.append((op, key))
+            n = self._num_calls
+            self._num_calls += 1
+            if self._keep_calls:
+                self.calls.append((op, key))
         if self._before is not None:
             self._before(op, key, n)
         result = call()
         if self._after is not None:
             self._after(op, key, n)
         return result
+
+
+def behind_gates(store: ObjectStore) -> ObjectStore:
+    """`store`, each call of which passes the gate "store" with the facts `op` and `key`."""
+    return FaultyStore(store, before=lambda op, key, _: gate("store", op=op, key=key), keep_calls=False)

@@ -7,6 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from ray_goodput.config import StoreSpec
 from ray_goodput.errors import ConfigError
+from ray_goodput.gates import drills_folder
 from ray_goodput.storage.protocol import ObjectStore
 
 _CLOUD_SCHEMES = ("s3", "s3a")
@@ -23,6 +24,15 @@ def open_store(spec: StoreSpec) -> ObjectStore:
     Raises:
         ConfigError: the URI is empty or malformed, or an option is unknown; the message names it.
     """
+    store = _open(spec)
+    if drills_folder() is None:
+        return store
+    from ray_goodput.storage.faults import behind_gates
+
+    return behind_gates(store)
+
+
+def _open(spec: StoreSpec) -> ObjectStore:
     if not spec.uri:
         raise ConfigError("The storage URI is empty: give s3://bucket/prefix, another fsspec URL, or a local path.")
     options = dict(spec.options)

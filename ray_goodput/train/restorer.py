@@ -17,6 +17,7 @@ from ray_goodput.checkpoint.agreed_restore import load_newest
 from ray_goodput.checkpoint.sources import CheckpointSource, LocalFirstSource, StoreSource
 from ray_goodput.core.commit import CommitRecord
 from ray_goodput.core.cursor import DataCursor
+from ray_goodput.gates import gate
 from ray_goodput.train.spec import TrainSpec
 from ray_goodput.train.worker import WorkerContext
 
@@ -55,6 +56,7 @@ def restore_newest(
 
     def open_source(record: CommitRecord) -> CheckpointSource:
         folder = record.checkpoint.folder
+        gate("restore", rank=worker.world.world_rank, step=record.checkpoint.step, attempt=worker.attempt)
         worker.vault.keep.remote(record.checkpoint)
         local = local_checkpoints_dir(worker.local_dir, spec.run.key) / folder
         return LocalFirstSource(record, [local], StoreSource(record, worker.store, f"{CHECKPOINTS}/{folder}", local))

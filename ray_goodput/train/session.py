@@ -21,6 +21,7 @@ from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.loader import Batch
 from ray_goodput.data.waits import observe_waits
 from ray_goodput.errors import ConfigError, SessionError, StagingFullError
+from ray_goodput.gates import gate
 from ray_goodput.train import ray_compat, reproducible
 from ray_goodput.train.batch_weight import BatchWeight
 from ray_goodput.train.failures import note_step
@@ -285,6 +286,7 @@ class Session:
                     self._samples.note(self._step, name, batch.sample_ids.tolist())
             batches.clear()
         self._recorder.step_done(self._step)
+        gate("step", rank=self.world_rank, step=self._step)
         if metrics and self.world_rank == 0:
             self._metrics.note(self._step, metrics)
         self._stop = self._stop or agreed.stop

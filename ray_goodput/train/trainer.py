@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -143,7 +144,8 @@ class GoodputTrainer(TorchTrainer):
         newest, datasets = self._check()
         if not ray.is_initialized():
             ray.init()
-        coordinator = start_coordinator(dataclasses.replace(self._spec.run, started_at_s=time.time()))
+        spec = dataclasses.replace(self._spec.run, started_at_s=time.time(), driver_pid=os.getpid())
+        coordinator = start_coordinator(spec)
         if newest is not None:
             logger.info("Run %s goes on from the commit of step %d.", self._spec.run.run, newest.checkpoint.step)
         end: RunEnd | None = None

@@ -26,6 +26,7 @@ from ray_goodput.clock import Clock, SystemClock
 from ray_goodput.config import environment
 from ray_goodput.core.run_state import HeartbeatAnswer, WorkerInfo
 from ray_goodput.errors import RunError
+from ray_goodput.gates import gate
 from ray_goodput.goodput.journal import JournalPage, JournalWriter
 from ray_goodput.goodput.recorder import Recorder
 from ray_goodput.storage import open_store
@@ -68,6 +69,7 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
         RunError: the node's vault or shard cache could not be found.
     """
     context = ray.train.get_context()
+    gate("join", rank=context.get_world_rank(), world=context.get_world_size())
     key = spec.run.key
     world = World.join(context.get_world_rank(), context.get_world_size())
     coordinator = RemoteProxy(coordinator_name(key))

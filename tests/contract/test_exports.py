@@ -49,6 +49,24 @@ def test_the_public_names_are_exactly_these() -> None:
     assert set(rg.__all__) <= set(dir(rg))
 
 
+def test_the_public_names_of_testing_are_exactly_these() -> None:
+    from ray_goodput import testing
+
+    assert testing.__all__ == [
+        "Fault",
+        "FaultInjector",
+        "InjectedFaultError",
+        "Kind",
+        "LiveRun",
+        "Phase",
+        "Strike",
+        "Target",
+        "find_run",
+        "random_faults",
+    ]
+    assert all(getattr(testing, name).__doc__ for name in testing.__all__)
+
+
 @pytest.mark.parametrize("name", rg.__all__)
 def test_every_public_name_can_be_had_and_is_documented(name: str) -> None:
     value = getattr(rg, name)
@@ -76,7 +94,7 @@ def test_the_help_of_every_command_loads_no_heavy_library() -> None:
 import contextlib, io
 from typer.testing import CliRunner
 from ray_goodput.cli.app import app
-for args in (["--help"], ["demo", "--help"], ["checkpoints", "verify", "--help"]):
+for args in (["--help"], ["demo", "--help"], ["chaos", "--help"], ["checkpoints", "verify", "--help"]):
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0 and "Usage" in result.output, result.output
 """

@@ -56,7 +56,7 @@ def train_loop(config: dict[str, Any]) -> str:
     run = rg.session()
     width = config["width"]
     net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Dropout(0.1), nn.Linear(width, 1))
-    model = run.prepare_model(net)
+    model = shard(net) if config["fsdp2"] else run.prepare_model(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
     if config["skip_restore"]:
@@ -70,10 +70,35 @@ def train_loop(config: dict[str, Any]) -> str:
         schedule.step()
         time.sleep(config["step_s"])
         run.step({"loss": loss})
+        if config["step_log"] and run.world_rank == 0:
+            note_step(config["step_log"], run.step_index, run.attempt, run.world_size)
         if run.step_index == config["fail_at"]:
             raise RuntimeError(f"the model exploded at step {run.step_index}")
-    state = {name: tensor.numpy().tobytes() for name, tensor in sorted(net.state_dict().items())}
+    state = {name: whole(tensor).numpy().tobytes() for name, tensor in sorted(net.state_dict().items())}
     return hashlib.sha256(b"".join(state.values())).hexdigest()
+
+
+def shard(net: Any) -> Any:
+    """FSDP2: each layer's parameters lie in rows on the ranks."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in net:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def note_step(path: str, step: int, attempt: int, world: int) -> None:
+    """One line a step, written at once: when it ended."""
+    with open(path, "a") as log:
+        log.write(json.dumps({"at_s": time.time(), "step": step, "attempt": attempt, "world": world}) + "\n")
 
 
 def kill_once(observer: Any, seed: int, target: str, killed: list[int], stop: threading.Event) -> None:
@@ -119,6 +144,9 @@ def main() -> None:
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--skip-restore", action="store_true")
     parser.add_argument("--reproducible", action="store_true")
+    parser.add_argument("--fsdp2", action="store_true")
+    parser.add_argument("--step-log", default=None, help="file to which rank 0 adds a line a step")
+    parser.add_argument("--resize-s", type=float, default=60.0, help="seconds between looks for more nodes")
     parser.add_argument("--max-failures", type=int, default=3)
     parser.add_argument("--storage-options", type=json.loads, default=None)
     parser.add_argument("--mlflow", default=None, help="tracking URI")
@@ -138,6 +166,8 @@ def main() -> None:
             "fail_at": args.fail_at,
             "width": args.width,
             "skip_restore": args.skip_restore,
+            "fsdp2": args.fsdp2,
+            "step_log": args.step_log,
         },
         datasets={
             "train": rg.ShardedDataset(
@@ -155,7 +185,9 @@ def main() -> None:
         reproducible=args.reproducible,
         sample_log=True,
         scaling_config=ray.train.ScalingConfig(
-            num_workers=(int(low), int(high)) if high else int(low), resources_per_worker={"CPU": 1}
+            num_workers=(int(low), int(high)) if high else int(low),
+            resources_per_worker={"CPU": 1},
+            elastic_resize_monitor_interval_s=args.resize_s,
         ),
         run_config=ray.train.RunConfig(name=args.name, storage_path=args.storage),
     )
