@@ -18,11 +18,12 @@ RESULTS = Path(__file__).with_name("results")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """`value` should not be above `limit`; both in the same unit."""
+    """`value` should not be above `limit`; both in the same unit. `why`: told when it is."""
 
     name: str
     limit: float
     value: float
+    why: str = ""
 
     @property
     def met(self) -> bool:
@@ -42,9 +43,14 @@ def parser(topic: str) -> argparse.ArgumentParser:
 
 
 def report(
-    topic: str, arms: Mapping[str, Mapping[str, dict[str, float]]], budgets: Sequence[Budget], *, as_json: bool
+    topic: str,
+    arms: Mapping[str, Mapping[str, dict[str, float]]],
+    budgets: Sequence[Budget],
+    *,
+    as_json: bool,
+    every_figure: bool = True,
 ) -> None:
-    """Print the figures side by side and write `results/TOPIC.json`."""
+    """Print the figures side by side (the budgets alone without `every_figure`) and write `results/TOPIC.json`."""
     body: dict[str, Any] = {
         "topic": topic,
         "machine": {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count()},
@@ -57,8 +63,9 @@ def report(
     if as_json:
         print(json.dumps(body))
         return
-    for arm, metrics in arms.items():
+    for arm, metrics in arms.items() if every_figure else ():
         for metric, s in metrics.items():
             print(f"{arm:<28} {metric:<24} {s['median']:>12.6g}   ({s['min']:.6g} to {s['max']:.6g}, n={s['n']})")
     for b in budgets:
-        print(f"{'met ' if b.met else 'MISSED'} {b.name}: {b.value:.6g} (limit {b.limit:.6g})")
+        reason = f" {b.why}" if b.why and not b.met else ""
+        print(f"{'met ' if b.met else 'MISSED'} {b.name}: {b.value:.6g} (limit {b.limit:.6g}){reason}")
