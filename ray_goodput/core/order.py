@@ -38,6 +38,7 @@ TAG_LOADER = 5
 TAG_FILES = 6
 
 _PACKED_SORT_FROM = 4096
+_MAX_PEEK = 8  # places of a window's permutation that are looked up without sorting it, the first time it is needed
 
 Int64Array = NDArray[np.int64]
 
@@ -76,24 +77,44 @@ def permutation(n: int, tag: int, *numbers: int) -> NDArray[np.intp]:
     return _stable_argsort(philox(tag, *numbers).random_raw(n))
 
 
-def _stable_argsort(keys: NDArray[np.uint64]) -> NDArray[np.intp]:
-    n = len(keys)
+def permuted_at(places: NDArray[np.intp], n: int, tag: int, *numbers: int) -> NDArray[np.intp]:
+    """`permutation(n, ...)[places]` for a few places (sorted), without sorting the rest: a fifth of the time."""
+    keys = philox(tag, *numbers).random_raw(n)
     if n >= _PACKED_SORT_FROM:
-        # Twice as fast, same result: sort keys whose low bits carry the index. Right unless two keys agree in all the
-        # bits that are left (odds 2e-5 at 80,000 rows, 3 % at a million), which shows in the sorted keys.
-        bits = np.uint64(int(n - 1).bit_length())
-        mask = (np.uint64(1) << bits) - np.uint64(1)
-        packed = np.sort((keys & ~mask) | np.arange(n, dtype=np.uint64))
+        packed, bits = _packed(keys)
+        chosen = np.partition(packed, np.unique(places))[places]
+        packed >>= bits
+        if all(np.count_nonzero(packed == high) == 1 for high in np.unique(chosen >> bits)):
+            return (chosen & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.intp)
+    return np.argsort(keys, kind="stable")[places]
+
+
+def _stable_argsort(keys: NDArray[np.uint64]) -> NDArray[np.intp]:
+    if len(keys) >= _PACKED_SORT_FROM:
+        packed, bits = _packed(keys)
+        packed.sort()
         high = packed >> bits
         if not (high[1:] == high[:-1]).any():
-            return (packed & mask).astype(np.intp)
+            return (packed & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.intp)
     return np.argsort(keys, kind="stable")
+
+
+def _packed(keys: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], np.uint64]:
+    """Keys whose low bits carry the index, and how many bits those are.
+
+    Sorting them is twice as fast as an argsort, with the same result unless two keys agree in all the bits that are
+    left (odds 2e-5 at 80,000 rows, 3 % at a million), which shows in the sorted keys.
+    """
+    bits = np.uint64(int(len(keys) - 1).bit_length())
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    return (keys & ~mask) | np.arange(len(keys), dtype=np.uint64), bits
 
 
 class SampleOrder:
     """The sample at every position of the endless stream. Immutable but for caches that never change a result.
 
-    Memory: one permutation of the current window per lane that is read, 4 bytes a row. Seeking costs one window.
+    Memory: one permutation of the current window per lane that is read, 4 bytes a row. Seeking costs the keys of one
+    window, and a sort of them only when it is read on.
     """
 
     def __init__(self, shard_rows: Sequence[int] | Int64Array, *, seed: int, lanes: int, window: int) -> None:
@@ -123,6 +144,7 @@ class SampleOrder:
         # threads may compute an entry twice; they then agree.
         self._lane_epochs: dict[int, tuple[int, LaneEpoch]] = {}
         self._row_orders: dict[int, tuple[tuple[int, int], NDArray[np.integer]]] = {}
+        self._peeked: dict[int, tuple[int, int]] = {}
 
     def digest_inputs(self) -> dict[str, int]:
         """What fixes the sequence besides the shards; equal inputs and equal manifests give equal orders."""
@@ -202,16 +224,20 @@ class SampleOrder:
         for start, stop in pairwise(bounds):
             window = int(windows[start])
             begin = int(view.window_starts[window])
-            row_order = self._row_order(epoch, lane, window, int(view.window_starts[window + 1]) - begin)
-            shuffled[start:stop] = row_order[offsets[start:stop] - begin] + np.int64(begin)
+            num_rows = int(view.window_starts[window + 1]) - begin
+            shuffled[start:stop] = self._rows_at(epoch, lane, window, num_rows, offsets[start:stop] - begin) + begin
         parts = np.searchsorted(view.starts, shuffled, side="right") - 1
         return view.shards[parts], view.low[parts] + shuffled - view.starts[parts]
 
-    def _row_order(self, epoch: int, lane: int, window: int, num_rows: int) -> NDArray[np.integer]:
+    def _rows_at(self, epoch: int, lane: int, window: int, num_rows: int, places: Int64Array) -> Int64Array:
+        """The rows at sorted `places` of a window's permutation; the whole of it is made when it is asked for again."""
         cached = self._row_orders.get(lane)
         if cached and cached[0] == (epoch, window):
-            return cached[1]
+            return cached[1][places].astype(np.int64)
+        if len(places) <= _MAX_PEEK and num_rows >= _PACKED_SORT_FROM and self._peeked.get(lane) != (epoch, window):
+            self._peeked[lane] = (epoch, window)
+            return permuted_at(places, num_rows, TAG_ROWS, self.seed, epoch, lane, window).astype(np.int64)
         order = permutation(num_rows, TAG_ROWS, self.seed, epoch, lane, window)
         compact = order.astype(np.int32) if num_rows < 2**31 else order
         self._row_orders[lane] = ((epoch, window), compact)
-        return compact
+        return compact[places].astype(np.int64)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
+from ray_goodput.core import order as order_module
 from ray_goodput.core.batches import BatchPlan, slot_bounds
-from ray_goodput.core.order import TAG_ROWS, SampleOrder, _stable_argsort, permutation, philox
+from ray_goodput.core.order import TAG_ROWS, SampleOrder, _stable_argsort, permutation, permuted_at, philox
 from ray_goodput.errors import ConfigError, EmptyDatasetError
 
 
@@ -63,6 +66,64 @@ def test_the_fast_sort_gives_way_when_keys_tie() -> None:
     keys[100:200] = keys[4000]  # equal keys: the index decides
     keys[300] = keys[4500] ^ np.uint64(1)  # equal but for a bit that the packed key gives to the index
     assert (_stable_argsort(keys) == np.argsort(keys, kind="stable")).all()
+
+
+@pytest.mark.parametrize("n", [1, 4095, 4096, 70_000])
+def test_a_few_places_of_a_permutation_are_had_without_sorting_it(n: int) -> None:
+    whole = permutation(n, TAG_ROWS, 1, 2)
+    places = np.unique(np.array([0, n // 3, n // 2, n - 1], dtype=np.intp))
+    assert permuted_at(places, n, TAG_ROWS, 1, 2).tolist() == whole[places].tolist()
+
+
+def test_places_whose_keys_tie_are_those_of_the_stable_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tying:
+        def random_raw(self, n: int) -> np.ndarray:
+            keys = np.random.Philox(key=5).random_raw(n) >> np.uint64(50)  # many equal ones
+            return keys << np.uint64(50)
+
+    monkeypatch.setattr(order_module, "philox", lambda *_: Tying())
+    whole = permutation(5000, TAG_ROWS)
+    places = np.arange(0, 5000, 977)
+    assert permuted_at(places, 5000, TAG_ROWS).tolist() == whole[places].tolist()
+
+
+@pytest.mark.parametrize("lanes", [1, 64])
+def test_a_seek_in_a_billion_rows_touches_one_lanes_parts_and_one_windows_rows(
+    lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_shards, rows_each, window = 100_000, 10_000, 8
+    drawn: list[int] = []
+    sorted_keys: list[int] = []
+    real_philox, real_argsort = order_module.philox, order_module._stable_argsort
+
+    class Counted:
+        def __init__(self, *key: int) -> None:
+            self._stream = real_philox(*key)
+
+        def random_raw(self, n: int) -> np.ndarray:
+            drawn.append(n)
+            return self._stream.random_raw(n)
+
+    def counted_argsort(keys: np.ndarray) -> np.ndarray:
+        sorted_keys.append(len(keys))
+        return real_argsort(keys)
+
+    tracemalloc.start()
+    order = SampleOrder(np.full(num_shards, rows_each), seed=3, lanes=lanes, window=window)
+    monkeypatch.setattr(order_module, "philox", Counted)
+    monkeypatch.setattr(order_module, "_stable_argsort", counted_argsort)
+    found = order.at(987_654_321_987)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    parts = num_shards // lanes + 2
+    assert len(drawn) == 2 and drawn[0] <= parts and drawn[1] <= window * rows_each
+    assert sum(sorted_keys) <= parts  # the window's rows are not sorted for one of them
+    assert peak_bytes < 50e6
+    monkeypatch.undo()
+    again = SampleOrder(np.full(num_shards, rows_each), seed=3, lanes=lanes, window=window)
+    whole_window = np.arange(987_654_321_987 - 20 * lanes, 987_654_321_987 + lanes, lanes)
+    shards, rows = again.locate(whole_window)
+    assert found == (shards[-1], rows[-1])
 
 
 def test_permutations_look_uniform() -> None:
