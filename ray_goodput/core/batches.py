@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ray_goodput.core.order import Int64Array, SampleOrder
+from ray_goodput.core.order import Int64Array, StreamOrder
 from ray_goodput.errors import ConfigError
 
 
@@ -97,11 +97,10 @@ class BatchPlan:
         return -(-self.epochs * self.num_samples // self.global_batch_size)
 
 
-def batch_slots(order: SampleOrder, start: int, stop: int) -> Int64Array:
+def batch_slots(order: StreamOrder, start: int, stop: int) -> Int64Array:
     """Stream indices [start, stop) of a batch, sorted by (lane, index), so that neighbours share data shards."""
     indices = np.arange(start, stop, dtype=np.int64)
-    lanes = indices % order.num_samples % order.lanes
-    return indices[np.argsort(lanes, kind="stable")]
+    return indices[np.argsort(order.lane_of(indices), kind="stable")]
 
 
 def slot_bounds(size: int, dp_rank: int, dp_world: int) -> tuple[int, int]:
@@ -111,7 +110,7 @@ def slot_bounds(size: int, dp_rank: int, dp_world: int) -> tuple[int, int]:
     return dp_rank * size // dp_world, (dp_rank + 1) * size // dp_world
 
 
-def local_slots(order: SampleOrder, start: int, stop: int, *, dp_rank: int, dp_world: int) -> Int64Array:
+def local_slots(order: StreamOrder, start: int, stop: int, *, dp_rank: int, dp_world: int) -> Int64Array:
     """The stream indices of batch [start, stop) that a rank trains on; may be empty in a short batch."""
     low, high = slot_bounds(stop - start, dp_rank, dp_world)
     return batch_slots(order, start, stop)[low:high]

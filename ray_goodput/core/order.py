@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ TAG_ROWS = 3
 TAG_TRANSFORM = 4
 TAG_LOADER = 5
 TAG_FILES = 6
+TAG_MIXTURE = 7
 
 _PACKED_SORT_FROM = 4096
 _MAX_PEEK = 8  # places of a window's permutation that are looked up without sorting it, the first time it is needed
@@ -110,6 +111,27 @@ def _packed(keys: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], np.uint64]:
     return (keys & ~mask) | np.arange(len(keys), dtype=np.uint64), bits
 
 
+class StreamOrder(Protocol):
+    """What batches are drawn from: one dataset's `SampleOrder`, or a `core.mixture.MixtureOrder` of several."""
+
+    seed: int
+    lanes: int
+    window: int
+    num_shards: int
+    num_samples: int
+
+    @property
+    def digest(self) -> str: ...
+
+    def locate(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]: ...
+
+    def sample_ids(self, data_shards: Int64Array, rows: Int64Array) -> Int64Array: ...
+
+    def lane_of(self, indices: Int64Array) -> Int64Array: ...
+
+    def passes(self, indices: Int64Array) -> Int64Array: ...
+
+
 class SampleOrder:
     """The sample at every position of the endless stream. Immutable but for caches that never change a result.
 
@@ -162,6 +184,14 @@ class SampleOrder:
     def sample_ids(self, data_shards: Int64Array, rows: Int64Array) -> Int64Array:
         """Position of each row in the unpermuted concatenation of all shards; the same at every seed."""
         return self._shard_starts[data_shards] + rows
+
+    def lane_of(self, indices: Int64Array) -> Int64Array:
+        """The lane each global stream index is read from."""
+        return indices % self.num_samples % self.lanes
+
+    def passes(self, indices: Int64Array) -> Int64Array:
+        """The epoch of each global stream index."""
+        return indices // self.num_samples
 
     def at(self, index: int) -> Sample:
         """The sample at global stream index `index` (>= 0)."""

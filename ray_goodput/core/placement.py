@@ -13,25 +13,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ray_goodput.core.batches import batch_slots, slot_bounds
+from ray_goodput.core.batches import batch_slots, local_slots, slot_bounds
+from ray_goodput.core.mixture import MixtureOrder
 from ray_goodput.core.order import Int64Array, SampleOrder
+
+AnyOrder = SampleOrder | MixtureOrder
 
 
 class ShardVisit(NamedTuple):
-    """Data shard `data_shard` is needed from stream index `position` on, for one window of one lane."""
+    """Data shard `data_shard` is needed from stream index `position` on, for one window of one lane. In a mixture,
+    `epoch` is that of the shard's own dataset."""
 
     position: int
     epoch: int
     data_shard: int
 
 
-def rank_lanes(order: SampleOrder, global_batch_size: int, dp_ranks: Sequence[int], dp_world: int) -> Int64Array:
-    """Lanes, ascending, that `dp_ranks` read in batches that lie within an epoch.
+def rank_lanes(order: AnyOrder, global_batch_size: int, dp_ranks: Sequence[int], dp_world: int) -> Int64Array:
+    """Lanes, ascending, that `dp_ranks` read in batches within an epoch; of a mixture, in all but a short last one.
 
     Exact when the lanes divide the batch (as by default); else the lanes of any batch, whichever lane it begins at.
     """
     lanes, size = order.lanes, global_batch_size
-    if size >= order.num_samples:
+    if size >= order.num_samples and isinstance(order, SampleOrder):
         return np.arange(lanes, dtype=np.int64)
     bounds = [slot_bounds(size, rank, dp_world) for rank in dp_ranks]
     needed = np.zeros(lanes, dtype=np.bool_)
@@ -47,25 +51,35 @@ def rank_lanes(order: SampleOrder, global_batch_size: int, dp_ranks: Sequence[in
     return np.flatnonzero(needed).astype(np.int64)
 
 
-def live_set(order: SampleOrder, global_batch_size: int, dp_ranks: Sequence[int], dp_world: int) -> int:
-    """Upper bound of the data shards that `dp_ranks` read from at one position: lanes x window, at most all shards.
+def live_set(order: AnyOrder, global_batch_size: int, dp_ranks: Sequence[int], dp_world: int) -> int:
+    """Upper bound of the data shards that `dp_ranks` read from at one position: lanes x window, at most all shards, of
+    each member of a mixture.
 
     A cache that holds fewer fetches shards again and again.
     """
     lanes = len(rank_lanes(order, global_batch_size, dp_ranks, dp_world))
-    return min(order.num_shards, lanes * order.window)
+    return sum(min(member.num_shards, lanes * member.window) for member in _members(order))
 
 
 def live_set_bytes(
-    order: SampleOrder, shard_bytes: Int64Array, global_batch_size: int, dp_ranks: Sequence[int], dp_world: int
+    order: AnyOrder, shard_bytes: Int64Array, global_batch_size: int, dp_ranks: Sequence[int], dp_world: int
 ) -> int:
-    """Upper bound of the bytes of `live_set`: that many of the largest data shards."""
-    num = live_set(order, global_batch_size, dp_ranks, dp_world)
-    return int(np.sort(shard_bytes)[::-1][:num].sum())
+    """Upper bound of the bytes of `live_set`: that many of the largest data shards, of each member of a mixture."""
+    lanes = len(rank_lanes(order, global_batch_size, dp_ranks, dp_world))
+    first, total = 0, 0
+    for member in _members(order):
+        num = min(member.num_shards, lanes * member.window)
+        total += int(np.sort(shard_bytes[first : first + member.num_shards])[::-1][:num].sum())
+        first += member.num_shards
+    return total
+
+
+def _members(order: AnyOrder) -> tuple[SampleOrder, ...]:
+    return order.members if isinstance(order, MixtureOrder) else (order,)
 
 
 def shard_sequence(
-    order: SampleOrder,
+    order: AnyOrder,
     start: int,
     stop: int | None,
     global_batch_size: int,
@@ -76,19 +90,15 @@ def shard_sequence(
 
     Each shard once an epoch; endless if `stop` is None. Lazy: an epoch of 1e5 shards is never built as a whole.
     """
-    epoch = -1
-    seen: set[int] = set()
+    last_epoch: dict[int, int] = {}
     for visit in shard_visits(order, start, stop, global_batch_size, dp_ranks, dp_world):
-        if visit.epoch != epoch:
-            epoch = visit.epoch
-            seen.clear()
-        if visit.data_shard not in seen:
-            seen.add(visit.data_shard)
+        if last_epoch.get(visit.data_shard) != visit.epoch:
+            last_epoch[visit.data_shard] = visit.epoch
             yield visit.data_shard
 
 
 def shard_visits(
-    order: SampleOrder,
+    order: AnyOrder,
     start: int,
     stop: int | None,
     global_batch_size: int,
@@ -101,6 +111,9 @@ def shard_visits(
     the end of the last epoch, where the last batch is cut short. With `drop_last` the sequence also holds what the
     dropped samples would need.
     """
+    if isinstance(order, MixtureOrder):
+        yield from _mixture_visits(order, start, stop, global_batch_size, dp_ranks, dp_world)
+        return
     num_samples, num_lanes = order.num_samples, order.lanes
     lanes = rank_lanes(order, global_batch_size, dp_ranks, dp_world)
     if stop is None and not len(lanes):
@@ -119,6 +132,54 @@ def shard_visits(
         if len(lanes) < num_lanes:
             streams.append(iter(_odd_visits(order, epoch, start, stop, global_batch_size, dp_ranks, dp_world, lanes)))
         yield from heapq.merge(*streams, key=lambda visit: visit.position)
+
+
+def _mixture_visits(
+    order: MixtureOrder, start: int, stop: int | None, global_batch_size: int, dp_ranks: Sequence[int], dp_world: int
+) -> Iterator[ShardVisit]:
+    lanes = rank_lanes(order, global_batch_size, dp_ranks, dp_world)
+    if stop is None and not len(lanes):
+        return
+    streams = [
+        _member_visits(order, member, lane, -(-(start - lane) // order.lanes), stop)
+        for member in range(len(order.members))
+        for lane in lanes.tolist()
+    ]
+    if stop is not None and start < stop and (stop - start) % global_batch_size:
+        streams.append(iter(_last_visits(order, start, stop, global_batch_size, dp_ranks, dp_world)))
+    yield from heapq.merge(*streams, key=lambda visit: visit.position)
+
+
+def _member_visits(
+    order: MixtureOrder, member: int, lane: int, first_offset: int, stop: int | None
+) -> Iterator[ShardVisit]:
+    """A lane's visits of a member's data shards, from that offset of the mixture's lane on to stream index `stop`."""
+    own, first_shard = order.members[member], int(order.first_shards[member])
+    length = own.lane_length(lane)
+    begin = order.draws_before(lane, first_offset, member)
+    end = None if stop is None else order.draws_before(lane, -(-(stop - lane) // order.lanes), member)
+    for epoch in count(begin // length):
+        origin = epoch * length
+        if end is not None and origin >= end:
+            return
+        last = length if end is None else end - origin
+        for visit in _lane_visits(own, epoch, lane, begin - origin, last):
+            draw = origin + (visit.position - epoch * own.num_samples) // own.lanes
+            # The window's first sample may lie before the start; then it is needed at once.
+            yield ShardVisit(order.index_of_draw(lane, member, max(draw, begin)), epoch, first_shard + visit.data_shard)
+
+
+def _last_visits(
+    order: MixtureOrder, start: int, stop: int, global_batch_size: int, dp_ranks: Sequence[int], dp_world: int
+) -> list[ShardVisit]:
+    """What the last, short batch needs: ranks share it out at other lanes."""
+    batch_start = start + (stop - start) // global_batch_size * global_batch_size
+    visits: set[ShardVisit] = set()
+    for rank in dp_ranks:
+        mine = local_slots(order, batch_start, stop, dp_rank=rank, dp_world=dp_world)
+        shards, _ = order.locate(mine)
+        visits.update(map(ShardVisit, mine.tolist(), order.passes(mine).tolist(), shards.tolist()))
+    return sorted(visits)
 
 
 def _lane_visits(order: SampleOrder, epoch: int, lane: int, low: int, high: int) -> Iterator[ShardVisit]:

@@ -21,14 +21,10 @@ class Need(NamedTuple):
 
 def first_needs(visits: Iterable[ShardVisit]) -> Iterator[Need]:
     """Each data shard once an epoch, at its first visit. Lazy."""
-    epoch = -1
-    seen: set[int] = set()
+    last_epoch: dict[int, int] = {}  # not one epoch of all: the datasets of a mixture are not at the same one
     for visit in visits:
-        if visit.epoch != epoch:
-            epoch = visit.epoch
-            seen.clear()
-        if visit.data_shard not in seen:
-            seen.add(visit.data_shard)
+        if last_epoch.get(visit.data_shard) != visit.epoch:
+            last_epoch[visit.data_shard] = visit.epoch
             yield Need(visit.position, visit.data_shard)
 
 
