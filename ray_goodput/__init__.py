@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ray_goodput.data.formats import RawFilesFormat as RawFilesFormat
     from ray_goodput.data.formats import TokenFormat as TokenFormat
     from ray_goodput.data.loader import Batch as Batch
+    from ray_goodput.data.mixture import Mixture as Mixture
     from ray_goodput.data.torch_loader import DataLoader as DataLoader
     from ray_goodput.errors import GoodputError as GoodputError
     from ray_goodput.train.checkpointer import Checkpointer as Checkpointer
@@ -41,6 +42,7 @@ _HOME = {
     "FileDataset": "ray_goodput.data.file_dataset",
     "GoodputError": "ray_goodput.errors",
     "GoodputTrainer": "ray_goodput.train.trainer",
+    "Mixture": "ray_goodput.data.mixture",
     "MlflowConfig": "ray_goodput.config",
     "RawFilesFormat": "ray_goodput.data.formats",
     "ShardedDataset": "ray_goodput.data.dataset",

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 from ray_goodput.actors.names import NAMESPACE, shard_cache_name
 from ray_goodput.actors.shard_feed import Admission, Delivery, FeedStats, ShardFeed
 from ray_goodput.config import environment
-from ray_goodput.core.order import SampleOrder
+from ray_goodput.core.placement import AnyOrder
 from ray_goodput.data.cache import CacheStats, NodeCache
-from ray_goodput.data.feed import FeedSpec, FetchSpec, next_uses
+from ray_goodput.data.feed import FeedSpec, next_uses
+from ray_goodput.data.mixture_feed import AnyFetchSpec, MixtureFetcher
 from ray_goodput.data.shard_fetcher import ShardFetcher
 from ray_goodput.errors import DataError
 
 if TYPE_CHECKING:
-    from ray_goodput.data.manifest import Manifest
+    from ray_goodput.data.mixture_manifest import AnyManifest
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +46,10 @@ class ShardCacheStats:
 
 @dataclass(frozen=True, slots=True)
 class _Dataset:
-    spec: FetchSpec
-    manifest: Manifest
-    order: SampleOrder
-    fetcher: ShardFetcher
+    spec: AnyFetchSpec
+    manifest: AnyManifest
+    order: AnyOrder
+    fetcher: ShardFetcher | MixtureFetcher
 
 
 class ShardCache:
@@ -74,7 +75,7 @@ class ShardCache:
             yield Delivery(number=number, data_shard=data_shard)
 
     def begin(
-        self, name: str, spec: FetchSpec, feed: FeedSpec, attempt: int, consumed: int | None = None
+        self, name: str, spec: AnyFetchSpec, feed: FeedSpec, attempt: int, consumed: int | None = None
     ) -> int | None:
         """`open_dataset` and `start_feed` in one call, as calls to a threaded actor have no order."""
         self.open_dataset(name, spec)
@@ -82,7 +83,7 @@ class ShardCache:
             name, feed.start, feed.dp_ranks, feed.dp_world, feed.epochs, attempt=attempt, consumed=consumed
         )
 
-    def open_dataset(self, name: str, spec: FetchSpec) -> None:
+    def open_dataset(self, name: str, spec: AnyFetchSpec) -> None:
         """The dataset can be fetched. Idempotent; another spec under the same name replaces it and ends its feed."""
         with self._mutex:
             known = self._datasets.get(name)
@@ -175,7 +176,7 @@ class ShardCache:
             return Admission.STOP, -1
         return feed.admit(number)
 
-    def fetch_spec(self, name: str) -> FetchSpec:
+    def fetch_spec(self, name: str) -> AnyFetchSpec:
         """For a pool actor: how to fetch the dataset."""
         return self._dataset(name).spec
 

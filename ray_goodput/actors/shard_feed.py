@@ -13,6 +13,7 @@ from typing import Any
 from ray_goodput.data.cache import CacheStats
 from ray_goodput.data.feed import FeedSpec
 from ray_goodput.data.lookahead import LookAhead
+from ray_goodput.data.mixture_feed import MixtureFetcher
 from ray_goodput.data.shard_fetcher import ShardFetcher
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class ShardFeed:
         spec: FeedSpec,
         attempt: int,
         ahead: LookAhead,
-        fetcher: ShardFetcher,
+        fetcher: ShardFetcher | MixtureFetcher,
         pool: RunPool,
     ) -> None:
         self.feed_id = feed_id

@@ -14,7 +14,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from ray_goodput.actors.shard_cache import UnknownDatasetError, cache_root
 from ray_goodput.data.cache import NodeCache
-from ray_goodput.data.feed import FeedSpec, FetchSpec
+from ray_goodput.data.feed import FeedSpec
+from ray_goodput.data.mixture_feed import AnyFetchSpec
 from ray_goodput.data.shard_fetcher import lost_again
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class ActorShardSource:
         self,
         actor: Any,
         name: str,
-        spec: FetchSpec,
+        spec: AnyFetchSpec,
         feed: FeedSpec,
         *,
         attempt: int,

@@ -16,9 +16,7 @@ from ray_goodput.storage.checksum import Checksum, xxh3_128_hex
 
 logger = logging.getLogger(__name__)
 
-FolderState = Literal[
-    "complete", "incomplete", "corrupt"
-]  # incomplete: without a commit record
+FolderState = Literal["complete", "incomplete", "corrupt"]  # incomplete: without a commit record
 CHECKPOINTS = "checkpoints"  # the folder of a run that holds its checkpoints
 _RANGE_BYTES = 16 << 20
 _OBJECTS_AT_ONCE = 4

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from ray_goodput.core.batches import BatchPlan, BatchRange, batch_weight, local_slots
-from ray_goodput.core.order import Int64Array, SampleOrder
+from ray_goodput.core.mixture import MixtureOrder
+from ray_goodput.core.order import Int64Array, StreamOrder
 from ray_goodput.data.batch import Batch
 from ray_goodput.data.columns import ShardColumns
 from ray_goodput.data.transforms import SampleTransforms, Skipped
@@ -42,7 +43,7 @@ class LocatedBatch(NamedTuple):
 
 
 def located_batches(
-    order: SampleOrder, plan: BatchPlan, start: int, *, dp_rank: int, dp_world: int
+    order: StreamOrder, plan: BatchPlan, start: int, *, dp_rank: int, dp_world: int
 ) -> Iterator[LocatedBatch]:
     """A rank's shares of the global batches from stream position `start` to the plan's end."""
     position, at_once = start, 1
@@ -75,7 +76,7 @@ class BatchBuilder:
 
     def __init__(
         self,
-        order: SampleOrder,
+        order: StreamOrder,
         table: Callable[[int], pa.Table],
         *,
         columns: Sequence[str] | None,
@@ -92,6 +93,7 @@ class BatchBuilder:
         self._dp_world = dp_world
         self._max_open = max_open
         self._open: OrderedDict[int, ShardColumns] = OrderedDict()
+        self._mixture = order if isinstance(order, MixtureOrder) else None
         self._last_good: Any = None  # a result of `transform`, to pad with
         self.num_skipped = 0
 
@@ -114,13 +116,15 @@ class BatchBuilder:
             slots = np.array([batch.start], dtype=np.int64)
             data_shards, rows = self._order.locate(slots)
         ids = self._order.sample_ids(data_shards, rows)
-        gathered = self._gather(data_shards, rows)
         if self._transforms is None and self._collate is None:
+            gathered = self._gather(data_shards, rows)
             return lambda: self._batch(located, {n: _as_column(v) for n, v in gathered.items()}, ids)
-        samples: list[Any] = [{name: values[i] for name, values in gathered.items()} for i in range(len(slots))]
+        samples = self._samples(data_shards, rows)
         if self._transforms is None:
             return lambda: self._batch(located, self._columns_of(samples), ids)
-        epochs = slots // self._order.num_samples
+        if self._mixture is not None:
+            samples = list(zip(self._mixture.member_of(data_shards).tolist(), samples, strict=True))
+        epochs = self._order.passes(slots)
         results = self._transforms.begin(list(zip(epochs.tolist(), ids.tolist(), strict=True)), samples)
         return lambda: self._transformed(located, results(), ids)
 
@@ -155,7 +159,13 @@ class BatchBuilder:
             index=batch.index,
             samples_end=batch.samples_end,
             num_skipped=num_skipped,
+            members=self._members(ids),
         )
+
+    def _members(self, ids: Int64Array) -> torch.Tensor | None:
+        if self._mixture is None:
+            return None
+        return torch.from_numpy(np.searchsorted(self._mixture.first_ids, ids, side="right") - 1)
 
     def _count_skipped(self, sample_id: int, skipped: Skipped) -> None:
         self.num_skipped += 1
@@ -172,6 +182,17 @@ class BatchBuilder:
         columns = ShardColumns(self._table(data_shard), self._columns, data_shard=data_shard)
         self._open[data_shard] = columns
         return columns
+
+    def _samples(self, data_shards: Int64Array, rows: Int64Array) -> list[Any]:
+        """Each slot's row as a dict; datasets of a mixture may have columns of their own."""
+        members = np.zeros(len(rows), np.int64) if self._mixture is None else self._mixture.member_of(data_shards)
+        samples: list[Any] = [None] * len(rows)
+        for member in np.unique(members).tolist():
+            mine = np.flatnonzero(members == member)
+            gathered = self._gather(data_shards[mine], rows[mine])
+            for i, slot in enumerate(mine.tolist()):
+                samples[slot] = {name: values[i] for name, values in gathered.items()}
+        return samples
 
     def _gather(self, data_shards: Int64Array, rows: Int64Array) -> dict[str, NDArray[Any] | list[Any]]:
         """Each column's values in slot order."""

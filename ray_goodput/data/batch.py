@@ -20,9 +20,10 @@ class Batch(Mapping[str, Any]):
     num_skipped: samples of this rank that `transform` could not make and `on_error="skip"` left out. They count in the
         batch's size, but have no row and no id: as if their weight were 0.
     fetch_seconds: how long the consumer waited for it.
+    members: of a `Mixture`, which dataset each of `sample_ids` is from, as an index into its `names`; else None.
     """
 
-    __slots__ = ("_columns", "fetch_seconds", "index", "num_skipped", "sample_ids", "samples_end", "weight")
+    __slots__ = ("_columns", "fetch_seconds", "index", "members", "num_skipped", "sample_ids", "samples_end", "weight")
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class Batch(Mapping[str, Any]):
         samples_end: int,
         num_skipped: int = 0,
         fetch_seconds: float = 0.0,
+        members: torch.Tensor | None = None,
     ) -> None:
         self._columns = dict(columns)
         self.sample_ids = sample_ids
@@ -42,6 +44,7 @@ class Batch(Mapping[str, Any]):
         self.samples_end = samples_end
         self.num_skipped = num_skipped
         self.fetch_seconds = fetch_seconds
+        self.members = members
 
     @property
     def num_samples(self) -> int:
@@ -49,7 +52,7 @@ class Batch(Mapping[str, Any]):
         return len(self.sample_ids)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch with all tensors on `device`; `sample_ids` stay on the CPU."""
+        """The same batch with all tensors on `device`; `sample_ids` and `members` stay on the CPU."""
         return self._with(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
@@ -65,6 +68,7 @@ class Batch(Mapping[str, Any]):
             samples_end=self.samples_end,
             num_skipped=self.num_skipped,
             fetch_seconds=self.fetch_seconds,
+            members=self.members,
         )
 
     def __getitem__(self, name: str) -> Any:

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ray_goodput.config import StoreSpec
-from ray_goodput.core.cursor import DataCursor, check
+from ray_goodput.core.cursor import DataCursor
 from ray_goodput.core.order import MAX_SEED, SampleOrder
+from ray_goodput.core.placement import AnyOrder
+from ray_goodput.data.feed import FetchSpec
 from ray_goodput.data.formats import GroupingFormat, ShardFormat, format_by_extension, get_format, identity_of
+from ray_goodput.data.local_loader import make_loader, open_loader
 from ray_goodput.data.manifest import Manifest, build_manifest
 from ray_goodput.data.patterns import compile_glob, split_glob
 from ray_goodput.errors import ConfigError
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ray_goodput.data.loader import BatchLoader, ShardSource
+    from ray_goodput.data.mixture_manifest import AnyManifest
 
 MAX_DEFAULT_LANES = 64
 
@@ -135,6 +139,11 @@ class ShardedDataset:
         return self._split()[1]
 
     @property
+    def title(self) -> str:
+        """What people call it: the URI as it was given."""
+        return self.uri_glob
+
+    @property
     def format_id(self) -> str:
         """What the manifest calls the format: its name, with the parameters that change what is read."""
         return identity_of(self.format_impl())
@@ -170,14 +179,14 @@ class ShardedDataset:
         manifest = build_manifest(
             store, self.pattern, self.format_impl(), max_workers=max_workers, uri=self.manifest_uri
         )
-        self._check_columns(manifest)
+        self.check_columns(manifest)
         return manifest
 
-    def order(self, manifest: Manifest) -> SampleOrder:
+    def order(self, manifest: AnyManifest) -> SampleOrder:
         """The order of the samples of `manifest`."""
         return SampleOrder(manifest.rows, seed=self.seed, lanes=self.num_lanes, window=self.window)
 
-    def cursor(self, manifest: Manifest) -> DataCursor:
+    def cursor(self, manifest: AnyManifest) -> DataCursor:
         """The cursor before the first sample."""
         return DataCursor(0, manifest.digest, self.order(manifest).digest)
 
@@ -189,7 +198,7 @@ class ShardedDataset:
         epochs: int | None = 1,
         cursor: DataCursor | None = None,
         cache_dir: str | Path | None = None,
-        manifest: Manifest | None = None,
+        manifest: AnyManifest | None = None,
         device: torch.device | str | None = None,
     ) -> BatchLoader:
         """Batches of one rank without Ray: the cache and the prefetching run in this process.
@@ -203,24 +212,20 @@ class ShardedDataset:
             DatasetMismatchError: `cursor` belongs to other data or another order.
             ConfigError, EmptyDatasetError, ShardReadError, CacheFullError, StorageError.
         """
-        from ray_goodput.data.fetch import open_local_source
-
-        self.check_world(dp_world)
-        manifest = self.manifest() if manifest is None else manifest
-        order = self.order(manifest)
-        if cursor is not None:
-            check(cursor, DataCursor(0, manifest.digest, order.digest))
-        start = 0 if cursor is None else cursor.samples_consumed
-        source = open_local_source(
-            self, manifest, order, start=start, epochs=epochs, dp_rank=dp_rank, dp_world=dp_world, cache_dir=cache_dir
-        )
-        return self.batch_loader(
-            order, source, start=start, epochs=epochs, dp_rank=dp_rank, dp_world=dp_world, device=device
+        return open_loader(
+            self,
+            self.manifest() if manifest is None else manifest,
+            dp_rank=dp_rank,
+            dp_world=dp_world,
+            epochs=epochs,
+            cursor=cursor,
+            cache_dir=cache_dir,
+            device=device,
         )
 
     def batch_loader(
         self,
-        order: SampleOrder,
+        order: AnyOrder,
         source: ShardSource,
         *,
         start: int,
@@ -230,25 +235,34 @@ class ShardedDataset:
         device: torch.device | str | None = None,
     ) -> BatchLoader:
         """Batches of one rank over any source of data shards; the loader closes the source."""
-        from ray_goodput.data.loader import BatchLoader
-
-        return BatchLoader(
-            order=order,
+        return make_loader(
+            self,
+            order,
+            source,
             columns=self.columns,
-            global_batch_size=self.global_batch_size,
-            source=source,
+            transform=self.transform,
+            shared=self,
             start=start,
             epochs=epochs,
             dp_rank=dp_rank,
             dp_world=dp_world,
-            drop_last=self.drop_last,
-            transform=self.transform,
-            collate=self.collate,
-            workers=self.workers,
-            worker_kind=self.worker_kind,
-            on_error=self.on_error,
             device=device,
         )
+
+    def fetch_spec(self, manifest: AnyManifest) -> FetchSpec:
+        """What any process needs to fetch the data shards."""
+        return FetchSpec.of(self, manifest)
+
+    def check_columns(self, manifest: AnyManifest) -> None:
+        """Raises ConfigError if `columns` asks for one that the data do not have."""
+        if self.columns is None or not isinstance(manifest, Manifest) or manifest.schema is None:
+            return
+        missing = [name for name in self.columns if name not in manifest.schema.names]
+        if missing:
+            raise ConfigError(
+                f"ShardedDataset(columns=...): {manifest.uri} has no column {', '.join(map(repr, missing))}; it has "
+                f"{', '.join(map(repr, manifest.schema.names))}."
+            )
 
     def _split(self) -> tuple[str, str]:
         root, pattern = split_glob(self.uri_glob)
@@ -263,16 +277,6 @@ class ShardedDataset:
         if isinstance(fmt, GroupingFormat):  # cameras write .JPG, ImageNet .JPEG
             endings = (*endings, *(ending.upper() for ending in endings))
         return root.rstrip("/") or "/", f"**/*{endings[0]}" if len(endings) == 1 else f"**/*{{{','.join(endings)}}}"
-
-    def _check_columns(self, manifest: Manifest) -> None:
-        if self.columns is None or manifest.schema is None:
-            return
-        missing = [name for name in self.columns if name not in manifest.schema.names]
-        if missing:
-            raise ConfigError(
-                f"ShardedDataset(columns=...): {manifest.uri} has no column {', '.join(map(repr, missing))}; it has "
-                f"{', '.join(map(repr, manifest.schema.names))}."
-            )
 
 
 def _at_least_one(name: str, value: Any) -> None:

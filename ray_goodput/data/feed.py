@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.order import SampleOrder
-from ray_goodput.core.placement import live_set, live_set_bytes, shard_visits
+from ray_goodput.core.placement import AnyOrder, live_set, live_set_bytes, shard_visits
 from ray_goodput.data.cache import NodeCache
 from ray_goodput.data.lookahead import LookAhead, first_needs
+from ray_goodput.data.manifest import Manifest
 from ray_goodput.data.shard_fetcher import ShardFetcher, TableFormat
 from ray_goodput.errors import CacheFullError
 
 if TYPE_CHECKING:
     from ray_goodput.data.dataset import ShardedDataset
-    from ray_goodput.data.manifest import Manifest
+    from ray_goodput.data.mixture_manifest import AnyManifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class FetchSpec:
     pin: bool
 
     @classmethod
-    def of(cls, dataset: ShardedDataset, manifest: Manifest) -> FetchSpec:
+    def of(cls, dataset: ShardedDataset, manifest: AnyManifest) -> FetchSpec:
         """The part of `dataset` that fetching needs."""
         order = dataset.order(manifest)
         return cls(
@@ -70,23 +71,21 @@ class FetchSpec:
 
     def open_manifest(self) -> Manifest:
         """The manifest, decoded."""
-        from ray_goodput.data.manifest import Manifest
-
         return Manifest.from_bytes(self.manifest)
 
-    def fetcher(self, cache: NodeCache, manifest: Manifest | None = None) -> ShardFetcher:
+    def fetcher(self, cache: NodeCache, manifest: AnyManifest | None = None) -> ShardFetcher:
         """A fetcher with a store of its own, opened here: stores survive neither a fork nor a pickle."""
         from ray_goodput.storage import open_store
 
-        manifest = self.open_manifest() if manifest is None else manifest
+        manifest = manifest if isinstance(manifest, Manifest) else self.open_manifest()
         return ShardFetcher(manifest, open_store(self.store), self.format, cache, self.columns, pin=self.pin)
 
-    def order(self, manifest: Manifest) -> SampleOrder:
+    def order(self, manifest: AnyManifest) -> SampleOrder:
         """The order of samples; the same as the dataset's."""
         return SampleOrder(manifest.rows, seed=self.seed, lanes=self.lanes, window=self.window)
 
     def look_ahead(
-        self, order: SampleOrder, manifest: Manifest, feed: FeedSpec, *, consumed: int | None = None
+        self, order: AnyOrder, manifest: AnyManifest, feed: FeedSpec, *, consumed: int | None = None
     ) -> LookAhead:
         """The shards that the ranks of `feed` will need, from `feed.start` on, with the consumer at `consumed`.
 
@@ -95,24 +94,50 @@ class FetchSpec:
         Raises:
             CacheFullError: what the ranks need at once does not fit the cache.
         """
-        live = live_set(order, self.global_batch_size, feed.dp_ranks, feed.dp_world)
-        limit = self.cache_limit_bytes
-        if limit is not None:
-            _check_live_set(order, manifest, self.global_batch_size, feed, limit)
-        stop = None if feed.epochs is None else feed.epochs * order.num_samples
-        visits = shard_visits(order, feed.start, stop, self.global_batch_size, feed.dp_ranks, feed.dp_world)
-        return LookAhead(
-            first_needs(visits),
-            shard_bytes=lambda data_shard: int(manifest.sizes[data_shard]),
-            consumed=feed.start if consumed is None else max(feed.start, consumed),
-            batch_samples=self.global_batch_size,
-            max_shards=self.prefetch_shards,
-            max_bytes=None if limit is None else limit // 2,
-            live_shards=live,
-        )
+        return look_ahead(self, order, manifest, feed, consumed=consumed)
 
 
-def next_uses(feeds: Iterable[tuple[ShardFetcher, LookAhead]]) -> dict[str, float]:
+class LookAheadSettings(Protocol):
+    """What looking ahead needs of a `FetchSpec`, be it for one dataset or for a mixture."""
+
+    @property
+    def global_batch_size(self) -> int: ...
+
+    @property
+    def prefetch_shards(self) -> int: ...
+
+    @property
+    def cache_limit_bytes(self) -> int | None: ...
+
+
+def look_ahead(
+    spec: LookAheadSettings, order: AnyOrder, manifest: AnyManifest, feed: FeedSpec, *, consumed: int | None
+) -> LookAhead:
+    """See `FetchSpec.look_ahead`."""
+    live = live_set(order, spec.global_batch_size, feed.dp_ranks, feed.dp_world)
+    limit = spec.cache_limit_bytes
+    if limit is not None:
+        _check_live_set(order, manifest, spec.global_batch_size, feed, limit)
+    stop = None if feed.epochs is None else feed.epochs * order.num_samples
+    visits = shard_visits(order, feed.start, stop, spec.global_batch_size, feed.dp_ranks, feed.dp_world)
+    return LookAhead(
+        first_needs(visits),
+        shard_bytes=lambda data_shard: int(manifest.sizes[data_shard]),
+        consumed=feed.start if consumed is None else max(feed.start, consumed),
+        batch_samples=spec.global_batch_size,
+        max_shards=spec.prefetch_shards,
+        max_bytes=None if limit is None else limit // 2,
+        live_shards=live,
+    )
+
+
+class NamedShards(Protocol):
+    """What a ranking needs of a fetcher."""
+
+    def name(self, data_shard: int) -> str: ...
+
+
+def next_uses(feeds: Iterable[tuple[NamedShards, LookAhead]]) -> dict[str, float]:
     """Content names that any of `feeds` needs soon, and how far ahead each is: a ranking for `NodeCache.rank_by`."""
     uses: dict[str, float] = {}
     for fetcher, ahead in feeds:
@@ -123,7 +148,7 @@ def next_uses(feeds: Iterable[tuple[ShardFetcher, LookAhead]]) -> dict[str, floa
 
 
 def _check_live_set(
-    order: SampleOrder, manifest: Manifest, global_batch_size: int, feed: FeedSpec, limit_bytes: int
+    order: AnyOrder, manifest: AnyManifest, global_batch_size: int, feed: FeedSpec, limit_bytes: int
 ) -> None:
     """In bytes of objects: what they hold is often larger, so a cache that passes may still be too small."""
     need = live_set_bytes(order, manifest.sizes, global_batch_size, feed.dp_ranks, feed.dp_world)

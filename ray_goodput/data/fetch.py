@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from ray_goodput.config import environment
-from ray_goodput.core.order import SampleOrder
+from ray_goodput.core.placement import AnyOrder
 from ray_goodput.data.cache import NodeCache
-from ray_goodput.data.feed import FeedSpec, FetchSpec, next_uses
+from ray_goodput.data.feed import FeedSpec, next_uses
 from ray_goodput.data.lookahead import LookAhead
 from ray_goodput.data.shard_fetcher import ShardFetcher
 from ray_goodput.errors import GoodputError
 
 if TYPE_CHECKING:
-    from ray_goodput.data.dataset import ShardedDataset
     from ray_goodput.data.loader import ShardSource
-    from ray_goodput.data.manifest import Manifest
+    from ray_goodput.data.mixture import AnyDataset
+    from ray_goodput.data.mixture_feed import MixtureFetcher
+    from ray_goodput.data.mixture_manifest import AnyManifest
 
 __all__ = ["LocalShardSource", "ShardFetcher", "open_local_source"]
 
@@ -33,7 +34,7 @@ _WAIT_S = 3600.0  # how long one wait for the consumer may last before it is beg
 class LocalShardSource:
     """A `ShardSource` whose prefetching runs in threads of this process; `start()` begins it, `close()` ends it."""
 
-    def __init__(self, fetcher: ShardFetcher, ahead: LookAhead, *, num_threads: int = 4) -> None:
+    def __init__(self, fetcher: ShardFetcher | MixtureFetcher, ahead: LookAhead, *, num_threads: int = 4) -> None:
         self._fetcher = fetcher
         self._ahead = ahead
         self._mutex = threading.Lock()
@@ -87,9 +88,9 @@ class LocalShardSource:
 
 
 def open_local_source(
-    dataset: ShardedDataset,
-    manifest: Manifest,
-    order: SampleOrder,
+    dataset: AnyDataset,
+    manifest: AnyManifest,
+    order: AnyOrder,
     *,
     start: int,
     epochs: int | None,
@@ -104,7 +105,7 @@ def open_local_source(
     Raises:
         CacheFullError: the shards needed at once do not fit `dataset.cache_limit_bytes`.
     """
-    spec = FetchSpec.of(dataset, manifest)
+    spec = dataset.fetch_spec(manifest)
     root = Path(cache_dir) if cache_dir is not None else environment().local_dir / "cache"
     cache = NodeCache(root, limit_bytes=spec.cache_limit_bytes).open()
     fetcher = spec.fetcher(cache, manifest)

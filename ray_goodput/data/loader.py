@@ -14,8 +14,7 @@ import pyarrow as pa
 import torch
 
 from ray_goodput.core.batches import BatchPlan
-from ray_goodput.core.order import SampleOrder
-from ray_goodput.core.placement import live_set
+from ray_goodput.core.placement import AnyOrder, live_set
 from ray_goodput.data.assemble import BatchBuilder, Collate, located_batches
 from ray_goodput.data.batch import Batch
 from ray_goodput.data.transforms import OnError, SampleTransforms, Transform, WorkerKind
@@ -61,7 +60,7 @@ class BatchLoader:
     def __init__(
         self,
         *,
-        order: SampleOrder,
+        order: AnyOrder,
         columns: Sequence[str] | None = None,
         global_batch_size: int,
         source: ShardSource,

@@ -33,7 +33,7 @@ class MixtureManifest:
         self.rows.flags.writeable = self.sizes.flags.writeable = False
         self._first_shards = np.concatenate([[0], np.cumsum([part.num_shards for part in parts])])
         named = "".join(f"{name} {part.digest}\n" for name, part in self.members.items())
-        self.digest = xxhash.xxh3_128_hexdigest(f"ray_goodput.mixture {MIXTURE_MANIFEST_VERSION}\n{named}")
+        self.digest = xxhash.xxh3_128_hexdigest(f"ray_goodput.mixture {MIXTURE_MANIFEST_VERSION}\n{named}".encode())
 
     @property
     def uri(self) -> str:

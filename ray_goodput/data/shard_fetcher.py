@@ -30,6 +30,7 @@ from ray_goodput.storage.protocol import ObjectInfo, ObjectStore
 
 if TYPE_CHECKING:
     from ray_goodput.data.manifest import DataShard, Manifest
+    from ray_goodput.data.mixture_manifest import AnyManifest
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ class ShardFetcher:
         return f"Data shard {shard.index} ({self._store.uri.rstrip('/')}/{what})"
 
 
-def lost_again(manifest: Manifest, data_shard: int, cache: NodeCache) -> ShardReadError:
+def lost_again(manifest: AnyManifest, data_shard: int, cache: NodeCache) -> ShardReadError:
     """The error for a shard that was fetched and was not there when it was opened, again and again."""
     key = manifest.shard(data_shard).key[:_LONGEST_TITLE]
     return ShardReadError(

@@ -64,7 +64,7 @@ class SampleTransforms:
         self._closed = False
         self._sent = _pickled(transform) if workers and kind == "process" else b""
 
-    def begin(self, keys: Sequence[SampleKey], samples: Sequence[Mapping[str, Any]]) -> Callable[[], list[Any]]:
+    def begin(self, keys: Sequence[SampleKey], samples: Sequence[Any]) -> Callable[[], list[Any]]:
         """The work has begun, if there are workers; calling what is returned waits for the results, in order.
 
         It raises what `transform` raises, with a note that names the sample; DataError if a process died.
@@ -113,15 +113,13 @@ def transform_all(
     seed: int,
     on_error: OnError,
     keys: Sequence[SampleKey],
-    samples: Sequence[Mapping[str, Any]],
+    samples: Sequence[Any],
 ) -> list[Any]:
     """`transform` of each sample, one after another."""
     return [_transformed(transform, seed, on_error, *key, sample) for key, sample in zip(keys, samples, strict=True)]
 
 
-def _transformed(
-    transform: Transform, seed: int, on_error: OnError, epoch: int, sample_id: int, sample: Mapping[str, Any]
-) -> Any:
+def _transformed(transform: Transform, seed: int, on_error: OnError, epoch: int, sample_id: int, sample: Any) -> Any:
     rng = np.random.Generator(philox(TAG_TRANSFORM, seed, epoch, sample_id))
     try:
         return transform(sample, rng)
@@ -176,8 +174,6 @@ def _exit_with(sentinel: int) -> None:
     os._exit(1)
 
 
-def _transform_in_worker(
-    seed: int, on_error: OnError, keys: Sequence[SampleKey], samples: Sequence[Mapping[str, Any]]
-) -> list[Any]:
+def _transform_in_worker(seed: int, on_error: OnError, keys: Sequence[SampleKey], samples: Sequence[Any]) -> list[Any]:
     assert _in_worker is not None
     return transform_all(_in_worker, seed, on_error, keys, samples)

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ray_goodput.core.cursor import DataCursor, check
+from ray_goodput.core.mixture import MixtureOrder
 from ray_goodput.core.order import SampleOrder
-from ray_goodput.data.dataset import ShardedDataset
-from ray_goodput.data.manifest import Manifest
+from ray_goodput.core.placement import AnyOrder
+from ray_goodput.data.mixture import AnyDataset, Mixture
+from ray_goodput.data.mixture_manifest import AnyManifest, MixtureManifest, read_manifest
 from ray_goodput.errors import ObjectNotFoundError
 from ray_goodput.storage.protocol import ObjectStore
 
@@ -27,13 +29,13 @@ class CheckedDataset:
     """What `write_dataset` puts into the run's storage, once the run is this driver's alone."""
 
     name: str
-    manifest: Manifest
+    manifest: AnyManifest
     is_stored: bool
     order: Mapping[str, object]
 
 
 def check_dataset(
-    store: ObjectStore, name: str, dataset: ShardedDataset, committed: Mapping[str, Mapping[str, object]] | None
+    store: ObjectStore, name: str, dataset: AnyDataset, committed: Mapping[str, Mapping[str, object]] | None
 ) -> CheckedDataset:
     """The run's manifest of `dataset`: the one in its storage, or a new one on the first start. Writes nothing.
 
@@ -46,17 +48,25 @@ def check_dataset(
     stored = _stored_manifest(store, name)
     same_place = stored is not None and stored.uri == dataset.manifest_uri and stored.format_name == dataset.format_id
     manifest = stored if stored is not None and same_place else dataset.manifest()
+    dataset.check_columns(manifest)
     if committed is not None and name in committed:
         check(DataCursor.from_dict(committed[name]), dataset.cursor(manifest))
-    order = {
+    order: dict[str, object] = {
         "version": 1,
         "uri": dataset.manifest_uri,
         "manifest_digest": manifest.digest,
         "seed": dataset.seed,
         "lanes": dataset.num_lanes,
-        "window": dataset.window,
         "global_batch_size": dataset.global_batch_size,
     }
+    if isinstance(dataset, Mixture):
+        mixed = dataset.order(manifest)
+        order["mixture"] = [
+            {"name": member, "count": num, "seed": own.seed, "window": own.window}
+            for member, num, own in zip(mixed.names, mixed.counts, mixed.members, strict=True)
+        ]
+    else:
+        order["window"] = dataset.window
     return CheckedDataset(name=name, manifest=manifest, is_stored=same_place, order=order)
 
 
@@ -68,19 +78,26 @@ def write_dataset(store: ObjectStore, checked: CheckedDataset) -> None:
     store.put(order_key(checked.name), json.dumps(checked.order, indent=1, sort_keys=True).encode())
 
 
-def load_manifest(store: ObjectStore, name: str) -> Manifest:
+def load_manifest(store: ObjectStore, name: str) -> AnyManifest:
     """The run's manifest of dataset `name`, as `write_dataset` stored it."""
-    return Manifest.from_bytes(store.get(manifest_key(name)))
+    return read_manifest(store.get(manifest_key(name)))
 
 
-def load_order(store: ObjectStore, name: str) -> SampleOrder:
+def load_order(store: ObjectStore, name: str) -> AnyOrder:
     """The run's sample order of dataset `name`, from storage alone."""
     spec = json.loads(store.get(order_key(name)))
     manifest = load_manifest(store, name)
-    return SampleOrder(manifest.rows, seed=spec["seed"], lanes=spec["lanes"], window=spec["window"])
+    lanes = spec["lanes"]
+    if not isinstance(manifest, MixtureManifest):
+        return SampleOrder(manifest.rows, seed=spec["seed"], lanes=lanes, window=spec["window"])
+    members: dict[str, SampleOrder] = {}
+    for own in spec["mixture"]:
+        rows = manifest.members[own["name"]].rows
+        members[own["name"]] = SampleOrder(rows, seed=own["seed"], lanes=lanes, window=own["window"])
+    return MixtureOrder(members, [own["count"] for own in spec["mixture"]], seed=spec["seed"])
 
 
-def _stored_manifest(store: ObjectStore, name: str) -> Manifest | None:
+def _stored_manifest(store: ObjectStore, name: str) -> AnyManifest | None:
     try:
         return load_manifest(store, name)
     except ObjectNotFoundError:

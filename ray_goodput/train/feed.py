@@ -9,9 +9,9 @@ import ray.train.torch
 from ray_goodput.actors.shard_source import ActorShardSource
 from ray_goodput.actors.spec import RunSpec
 from ray_goodput.core.cursor import DataCursor, check
-from ray_goodput.data.dataset import ShardedDataset
-from ray_goodput.data.feed import FeedSpec, FetchSpec
+from ray_goodput.data.feed import FeedSpec
 from ray_goodput.data.loader import BatchLoader, ShardSource
+from ray_goodput.data.mixture import AnyDataset
 from ray_goodput.train.datasets import load_manifest
 from ray_goodput.train.worker import WorkerContext
 
@@ -32,7 +32,7 @@ def open_feed(
     spec: RunSpec,
     worker: WorkerContext,
     name: str,
-    dataset: ShardedDataset,
+    dataset: AnyDataset,
     cursor: DataCursor | None,
     *,
     epochs: int | None,
@@ -55,7 +55,7 @@ def open_feed(
     source = ActorShardSource(
         worker.shard_cache,
         f"{name} ({purpose})" if purpose else name,
-        FetchSpec.of(dataset, manifest),
+        dataset.fetch_spec(manifest),
         FeedSpec(start=start.samples_consumed, dp_ranks=worker.ranks_of_node, dp_world=world.world_size, epochs=epochs),
         attempt=worker.attempt,
     ).open()

@@ -107,7 +107,7 @@ def run_params(spec: TrainSpec, train_loop_config: Any) -> dict[str, str]:
         "storage": spec.run.store.uri,
         "reproducible": spec.reproducible,
         "data": {
-            name: {"uri": data.uri_glob, "global_batch_size": data.global_batch_size, "seed": data.seed}
+            name: {"uri": data.title, "global_batch_size": data.global_batch_size, "seed": data.seed}
             for name, data in spec.datasets.items()
         },
         "version": {

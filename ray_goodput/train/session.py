@@ -19,6 +19,7 @@ from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.cursor import DataCursor
 from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.loader import Batch
+from ray_goodput.data.mixture import AnyDataset
 from ray_goodput.data.waits import observe_waits
 from ray_goodput.errors import ConfigError, SessionError, StagingFullError
 from ray_goodput.gates import gate
@@ -245,10 +246,15 @@ class Session:
             torch.distributed.all_reduce(sums)
 
         Raises:
-            ConfigError: no such dataset.
+            ConfigError: no such dataset, or it is a mixture.
             ShardReadError, ObjectChangedError: a data shard cannot be had, naming it.
         """
         dataset = self._dataset(name)
+        if not isinstance(dataset, ShardedDataset):
+            raise ConfigError(
+                f"evaluate_batches({name!r}): no pass over a mixture holds every sample exactly once: give its "
+                "datasets to GoodputTrainer(datasets=) under names of their own, and evaluate on each."
+            )
         return self._evaluate(name, dataset)
 
     def _evaluate(self, name: str, dataset: ShardedDataset) -> Iterator[Batch]:
@@ -338,7 +344,7 @@ class Session:
         with self._recorder.span(Bucket.SHUTDOWN):
             self._saver.finish()
 
-    def _dataset(self, name: str) -> ShardedDataset:
+    def _dataset(self, name: str) -> AnyDataset:
         dataset = self._spec.datasets.get(name)
         if dataset is None:
             raise ConfigError(

@@ -25,7 +25,7 @@ from ray_goodput.clock import SystemClock
 from ray_goodput.config import CheckpointConfig, FailureBudget, MlflowConfig, StoreSpec
 from ray_goodput.core.commit import CommitRecord
 from ray_goodput.core.run_state import Resume
-from ray_goodput.data.dataset import ShardedDataset
+from ray_goodput.data.mixture import AnyDataset
 from ray_goodput.errors import ConfigError, CrashLoopError
 from ray_goodput.goodput.mlflow_sink import Status
 from ray_goodput.goodput.report import GoodputReport, render_table
@@ -63,7 +63,7 @@ class GoodputTrainer(TorchTrainer):
 
     Every argument of `TorchTrainer` keeps its meaning. Added:
 
-    datasets: `ShardedDataset` values feed `run.batches(name)`; other values go to Ray Train as usual.
+    datasets: `ShardedDataset` and `Mixture` values feed `run.batches(name)`; other values go to Ray Train as usual.
     checkpoint: when to save and what to keep.
     failure: how many failures without progress end the run. Ignored, in favour of Ray's own policy, only if it is not
     given and
@@ -108,7 +108,7 @@ class GoodputTrainer(TorchTrainer):
         self._failure = failure or FailureBudget()
         self._mlflow = mlflow
         run_config, run_store = resolve_storage(run_config or ray.train.RunConfig(), storage_options)
-        ours = {name: d for name, d in (datasets or {}).items() if isinstance(d, ShardedDataset)}
+        ours = {name: d for name, d in (datasets or {}).items() if isinstance(d, AnyDataset)}
         self._max_workers = _max_workers(scaling_config)
         if self._max_workers < 1:
             raise ConfigError("GoodputTrainer needs ScalingConfig(num_workers=...) of at least 1.")

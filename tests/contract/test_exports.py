@@ -36,6 +36,7 @@ def test_the_public_names_are_exactly_these() -> None:
         "FileDataset",
         "GoodputError",
         "GoodputTrainer",
+        "Mixture",
         "MlflowConfig",
         "RawFilesFormat",
         "ShardedDataset",
