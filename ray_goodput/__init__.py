@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ray_goodput.config import FailureBudget as FailureBudget
     from ray_goodput.config import MlflowConfig as MlflowConfig
     from ray_goodput.data.dataset import ShardedDataset as ShardedDataset
+    from ray_goodput.data.file_dataset import DataFile as DataFile
     from ray_goodput.data.file_dataset import FileDataset as FileDataset
     from ray_goodput.data.formats import RawFilesFormat as RawFilesFormat
     from ray_goodput.data.formats import TokenFormat as TokenFormat
@@ -37,6 +38,7 @@ _HOME = {
     "Checkpointer": "ray_goodput.train.checkpointer",
     "Batch": "ray_goodput.data.loader",
     "CheckpointConfig": "ray_goodput.config",
+    "DataFile": "ray_goodput.data.file_dataset",
     "DataLoader": "ray_goodput.data.torch_loader",
     "FailureBudget": "ray_goodput.config",
     "FileDataset": "ray_goodput.data.file_dataset",

@@ -31,6 +31,7 @@ def test_the_public_names_are_exactly_these() -> None:
         "Batch",
         "CheckpointConfig",
         "Checkpointer",
+        "DataFile",
         "DataLoader",
         "FailureBudget",
         "FileDataset",
