@@ -15,6 +15,7 @@ from ray_goodput.actors.commits import CommitLog
 from ray_goodput.actors.ledger_store import LedgerStore
 from ray_goodput.actors.metrics_store import MetricsStore
 from ray_goodput.actors.metrics_tail import MetricsNews, MetricsTail
+from ray_goodput.actors.save_times import SaveTimes
 from ray_goodput.clock import Clock
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
 from ray_goodput.core.run_state import HeartbeatAnswer, Resume, RunStatus, WorkerInfo
@@ -69,6 +70,7 @@ class RunCoordinator:
         self._history: dict[int, dict[str, float]] = {}
         self._skipped = 0
         self._num_commits = 0
+        self._save_times = SaveTimes()
         self._train_run_id = ""
         self._gave_up: str | None = None
         self._draining = False
@@ -155,7 +157,9 @@ class RunCoordinator:
         """The worker group is gone, for whatever reason."""
         with self._lock:
             attempt, self._workers = self._attempt, ()
-        self._ledger.attempt_ended(attempt, "finished")
+            outcome = "stopped" if self._draining else "finished"
+        self._ledger.attempt_ended(attempt, outcome)
+        self._ledger.group_down(attempt)
 
     def failure_history(self) -> tuple[int, float]:
         """Failures so far and the accelerator-seconds in which they happened, for the interval of saves."""
@@ -185,13 +189,22 @@ class RunCoordinator:
     def landed(self, landed: LandedSlice) -> None:
         """A vault has put a slice into storage; the last one of a checkpoint commits it."""
         self._heard_of(landed.slice.checkpoint.attempt)
+        with self._lock:
+            self._save_times.landed(landed, self._clock.mono_s())
         record = self._commits.landed(landed)
         if record is not None:
             with self._lock:
                 self._num_commits += 1
-            self._ledger.commit(record.checkpoint.step, record.checkpoint.attempt)
+                took = self._save_times.committed(record.checkpoint, self._clock.mono_s())
+            step, attempt = record.checkpoint.step, record.checkpoint.attempt
+            self._ledger.commit(step, attempt, stall_s=took.stall_s, latency_s=took.latency_s, upload_s=took.upload_s)
             self._prune.set()
             self._flush.set()
+
+    def save_stalled(self, checkpoint: CheckpointId, stall_s: float) -> None:
+        """Training stood still for `stall_s` on rank 0 for this save."""
+        with self._lock:
+            self._save_times.stalled(checkpoint, stall_s)
 
     def save_skipped(self, attempt: int) -> None:
         with self._lock:

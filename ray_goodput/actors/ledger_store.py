@@ -12,6 +12,7 @@ from ray_goodput.errors import GoodputError, StorageError
 from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.goodput.ledger import Ledger
 from ray_goodput.goodput.report import GoodputReport
+from ray_goodput.goodput.segments import LedgerSegment
 from ray_goodput.storage.protocol import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -22,10 +23,14 @@ FOLDER = "ledger"
 class LedgerStore:
     """Thread-safe. `open()` replays the segments of earlier lives; `flush()` writes what is new as the next segment.
 
-    Times are wall clock: they go on when the coordinator is restarted, or on another machine.
+    Times are wall clock: they go on when the coordinator is restarted, or on another machine. A whole segment is
+    written once there are `max_segments` after the one before; those it supersedes are deleted `grace_s` later, so that
+    a reader, or a copy of the folder, that began before finds all it saw listed.
     """
 
     flush_interval_s = 10.0
+    max_segments = 100
+    grace_s = 900.0
 
     def __init__(self, *, store: ObjectStore, clock: Clock, target_world: int) -> None:
         self._store = store
@@ -34,6 +39,7 @@ class LedgerStore:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._ledger = Ledger(target_world)
+        self._swept = 0  # the whole segment below which nothing is left
 
     def open(self, run_started_at: float) -> None:
         """Take up the ledger in storage; a damaged one is set aside with a warning, and a new one begun.
@@ -81,9 +87,19 @@ class LedgerStore:
         with self._lock:
             self._ledger.page(page)
 
-    def commit(self, step: int, attempt: int) -> None:
+    def commit(
+        self,
+        step: int,
+        attempt: int,
+        *,
+        stall_s: float | None = None,
+        latency_s: float | None = None,
+        upload_s: float | None = None,
+    ) -> None:
         with self._lock:
-            self._ledger.commit(step, attempt, self._clock.at_s())
+            self._ledger.commit(
+                step, attempt, self._clock.at_s(), stall_s=stall_s, latency_s=latency_s, upload_s=upload_s
+            )
 
     def resumed(self, attempt: int, step: int) -> None:
         with self._lock:
@@ -96,11 +112,18 @@ class LedgerStore:
         with self._lock:
             self._ledger.attempt_ended(attempt, self._clock.at_s(), outcome, ranks=ranks, reason=reason)
 
+    def group_down(self, attempt: int) -> None:
+        """The processes of the attempt are gone."""
+        if attempt < 1:
+            return
+        with self._lock:
+            self._ledger.group_down(attempt, self._clock.at_s())
+
     def failure_history(self) -> tuple[int, float]:
-        """Incidents so far, and the accelerator-seconds in which they happened."""
+        """Failures so far, and the accelerator-seconds in which they happened."""
         with self._lock:
             report = self._ledger.report(self._clock.at_s())
-        return len(report.incidents), report.wall_s * report.target_world
+        return report.failures, report.wall_s * report.target_world
 
     def report(self) -> GoodputReport:
         """The accounts as of now."""
@@ -120,6 +143,9 @@ class LedgerStore:
         with self._writing:
             with self._lock:
                 segments = self._ledger.to_segments()
+                if self._ledger.segments_since_whole > self.max_segments:
+                    self._ledger.seal_whole(self._clock.at_s())
+                    segments = self._ledger.to_segments()
             for segment in segments:
                 try:
                     self._store.put(f"{FOLDER}/{segment.name}", segment.data)
@@ -128,6 +154,22 @@ class LedgerStore:
                     return
                 with self._lock:
                     self._ledger.saved(segment.number)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Delete the segments that a whole one has superseded for long enough; what fails is deleted another time."""
+        with self._lock:
+            whole = self._ledger.whole
+        if whole is None or whole.number <= self._swept or self._clock.at_s() < whole.at + self.grace_s:
+            return
+        try:
+            first = LedgerSegment(whole.number, b"").name
+            old = [info.key for info in self._store.list(FOLDER) if info.key.rpartition("/")[2] < first]
+            self._store.delete(old)
+        except GoodputError as error:
+            logger.info("Superseded segments of the ledger could not be deleted now; it is tried again: %s", error)
+            return
+        self._swept = whole.number
 
     def _set_aside(self) -> None:
         for info in list(self._store.list(FOLDER)):

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.goodput.books import NUM_BUCKETS, AttemptBook, RankBook, Session
-from ray_goodput.goodput.report import AttemptReport, GoodputReport, Incident
+from ray_goodput.goodput.incidents import Interrupted, counted_s, incidents_of, load_s
+from ray_goodput.goodput.report import DRIVER, AttemptReport, GoodputReport
 
 CLEAN_OUTCOMES = frozenset({"finished", "stopped", "resized"})
 """Outcomes after which a rank's remaining time is shutdown; after any other it is detect."""
@@ -35,9 +36,20 @@ class _Placed:
     """An attempt on the wall clock, with its gaps."""
 
     book: AttemptBook
+    start: float
     end: float
-    ended: bool
+    outcome: str  # "" while it goes on
     sums: _Sums
+
+    def interrupted(self) -> Interrupted:
+        return Interrupted(
+            book=self.book,
+            outcome=self.outcome,
+            start=self.start,
+            end=self.end,
+            lost_s=self.sums.s[Bucket.LOST],
+            load_s=load_s(self.book),
+        )
 
 
 def close_books(
@@ -86,7 +98,7 @@ def close_books(
         durable_step=durable_step,
         finished=bool(sessions) and sessions[-1].ended_at is not None,
         attempts=tuple(_attempt_report(p) for p in placed),
-        incidents=tuple(_incidents(placed, lives, at)),
+        incidents=incidents_of([p.interrupted() for p in placed], lives, target_world=target_world, at=at),
     )
 
 
@@ -94,7 +106,8 @@ def close_books(
 class AttemptSpan:
     """An attempt on the wall clock: idle from `gap_start` to `start`, and, if it is the last, from `end` to `tail_end`.
 
-    first: of its session. ended: nothing more is to come from it.
+    first: of its session. ended: nothing more is to come from it. silent: it is the last one of a driver that died
+    without a word.
     """
 
     book: AttemptBook
@@ -104,6 +117,14 @@ class AttemptSpan:
     end: float
     tail_end: float
     ended: bool
+    silent: bool
+
+    @property
+    def outcome(self) -> str:
+        """What became of it; "" while it goes on, "driver" where that died with it, "unknown" where nobody said."""
+        if self.book.outcome or not self.ended:
+            return self.book.outcome
+        return DRIVER if self.silent else "unknown"
 
     @property
     def gap_bucket(self) -> Bucket:
@@ -130,7 +151,8 @@ def attempt_spans(session: Session, session_end: float) -> list[AttemptSpan]:
         limit = session_end if last else max(start, min(books[i + 1].started_at, session_end))
         ended = book.ended_at is not None or not last or session.ended_at is not None
         end = limit if book.ended_at is None else max(start, min(book.ended_at, limit))
-        spans.append(AttemptSpan(book, i == 0, cursor, start, end, session_end if last else end, ended))
+        tail_end = session_end if last else end
+        spans.append(AttemptSpan(book, i == 0, cursor, start, end, tail_end, ended, session.silent and last))
         cursor = end
     return spans
 
@@ -145,7 +167,7 @@ def _place(session: Session, session_end: float, target: int, heartbeat_s: float
             _rank(sums, span, book.ranks.get(world_rank), heartbeat_s)
         sums.s[span.tail_bucket] += book.world * (span.tail_end - span.end)
         sums.s[Bucket.IDLE_NODES] += (target - book.world) * (span.tail_end - span.gap_start)
-        placed.append(_Placed(book, span.end, span.ended, sums))
+        placed.append(_Placed(book, span.start, span.end, span.outcome, sums))
     return placed
 
 
@@ -216,65 +238,10 @@ def _attempt_report(placed: _Placed) -> AttemptReport:
     return AttemptReport(
         attempt=book.attempt,
         world=book.world,
-        outcome=book.outcome or ("unknown" if placed.ended else "running"),
+        outcome=placed.outcome or "running",
         started_at_s=book.started_at,
         duration_s=max(0.0, placed.end - book.started_at),
         resumed_step=book.began,
         last_step=book.last_done,
         buckets_s=placed.sums.named(),
-    )
-
-
-def counted_s(lives: Sequence[tuple[float, float]], at: float) -> float:
-    """Seconds of a run's own time up to `at`: its drivers lived from `start` to `end`, between them none passed."""
-    return sum(max(0.0, min(at, end) - start) for start, end in lives)
-
-
-def _incidents(placed: Sequence[_Placed], lives: Sequence[tuple[float, float]], at: float) -> list[Incident]:
-    incidents: list[Incident] = []
-    reached: int | None = None
-    for i, p in enumerate(placed):
-        book = p.book
-        if book.last_done is not None:
-            reached = book.last_done
-        if not p.ended or book.outcome in ("finished", "stopped"):
-            continue
-        # Attempts that never took a step are part of the same outage, each an incident of its own.
-        following = placed[i + 1].book if i + 1 < len(placed) else None
-        resumed = following.began if following else None
-        back = next((t for q in placed[i + 1 :] if (t := _first_step_at(q.book)) is not None), None)
-        incidents.append(
-            Incident(
-                attempt=book.attempt,
-                kind=book.outcome or "unknown",
-                reason=book.reason,
-                ranks=book.lost_ranks,
-                step_reached=reached,
-                step_resumed=resumed,
-                steps_lost=max(0, (reached or 0) - resumed) if resumed is not None else 0,
-                lost_s=p.sums.s[Bucket.LOST],
-                down_s=max(0.0, counted_s(lives, at if back is None else back) - counted_s(lives, _last_sign(p))),
-            )
-        )
-    return incidents
-
-
-def _last_sign(placed: _Placed) -> float:
-    """When the first rank fell silent, by the coordinator's clock."""
-    book = placed.book
-    ranks = [book.ranks.get(r) for r in book.lost_ranks] or list(book.ranks.values())
-    signs = [r.started_at + r.life_ns / 1e9 for r in ranks if r is not None and r.started_at is not None]
-    return min([*signs, placed.end])
-
-
-def _first_step_at(book: AttemptBook) -> float | None:
-    """When every rank that stepped had done its first step."""
-    ranks = book.ranks.values()
-    return max(
-        (
-            r.started_at + r.first_done_ns / 1e9
-            for r in ranks
-            if r.started_at is not None and r.first_done_ns is not None
-        ),
-        default=None,
     )

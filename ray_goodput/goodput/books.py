@@ -21,7 +21,7 @@ class RankBook:
 
     started_at: the coordinator's time at the journal's first record. life_ns: from there to the last sign of life.
     open_bucket, open_ns, open_step: what it was doing then, and for how long (already part of life, not of `ns`).
-    gap_ns: overwritten before they were delivered.
+    gap_ns: overwritten before they were delivered. node: where it ran, as its journal says.
     """
 
     started_at: float | None = None
@@ -36,6 +36,7 @@ class RankBook:
     first_done_ns: int | None = None
     last_done: int | None = None
     closed: bool = False
+    node: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         body = {name: getattr(self, name) for name in self.__slots__ if name != "ns"}
@@ -46,7 +47,8 @@ class RankBook:
         ns = [0] * NUM_BUCKETS
         for label, value in body["ns"].items():
             ns[Bucket[label.upper()]] = value
-        return cls(ns=ns, **{name: body[name] for name in cls.__slots__ if name != "ns"})
+        rest = {name: body[name] for name in cls.__slots__ if name not in ("ns", "node")}
+        return cls(ns=ns, node=body.get("node", ""), **rest)  # before version 3 the node was not told
 
 
 @dataclass(slots=True)
@@ -57,6 +59,7 @@ class AttemptBook:
     world: int
     started_at: float
     ended_at: float | None = None
+    down_at: float | None = None
     outcome: str = ""
     reason: str = ""
     lost_ranks: tuple[int, ...] = ()
@@ -85,6 +88,7 @@ class AttemptBook:
         if page.first_record > rank.next_record and page.oldest_record < page.first_record:
             return False
         origin = page.header.mono_anchor_ns
+        rank.node = page.header.node
         array = page.array[max(0, rank.next_record - page.first_record) :]
         if len(array):
             self._draw(page.header.world_rank, rank, array, origin)

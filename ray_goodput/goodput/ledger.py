@@ -1,15 +1,15 @@
 """The ledger of a run: takes in events and journal pages in any sensible order, says where every rank-second went.
 
 Pure: no clock, no I/O. It lives in the coordinator, and what it knows is written as numbered immutable segments of JSON
-lines, from which a coordinator that was restarted, or a new driver, goes on. README.md of this folder has the format.
+lines (`segments.py`), from which a coordinator that was restarted, or a new driver, goes on. README.md of this folder
+has the format.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ray_goodput.errors import StorageError
@@ -17,25 +17,12 @@ from ray_goodput.goodput.accounts import close_books
 from ray_goodput.goodput.books import AttemptBook, RankBook, Session
 from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.goodput.report import GoodputReport
+from ray_goodput.goodput.segments import LedgerSegment, WholeSegment, check_head, current_lines, everything, seal
 from ray_goodput.goodput.timeline import MAX_RANKS, cell_length_s
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "ray_goodput.ledger"
-VERSION = 2
-READABLE_VERSIONS = (1, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerSegment:
-    """One immutable part of the ledger: its number, object name and bytes (UTF-8, one JSON object a line)."""
-
-    number: int
-    data: bytes
-
-    @property
-    def name(self) -> str:
-        return f"ledger-{self.number:08d}.jsonl"
+_COMMIT_FIELDS = ("step", "attempt", "at", "stall_s", "latency_s", "upload_s")
 
 
 class Ledger:
@@ -55,9 +42,11 @@ class Ledger:
         self._durable: int | None = None
         self._last_at: float | None = None
         self._lines: list[dict[str, Any]] = []  # not in a segment yet
+        self._history: list[dict[str, Any]] = []  # all such lines, for a whole segment
         self._touched: dict[tuple[int, int], None] = {}  # (attempt, world_rank) with news not in a segment yet
         self._segments: dict[int, LedgerSegment] = {}  # sealed, not yet told to be saved
         self._next_segment = 0
+        self._whole: WholeSegment | None = None
         self._refused: set[tuple[str, int, int]] = set()
         self._cell_s = cell_length_s(0.0)
 
@@ -82,6 +71,9 @@ class Ledger:
             return
         if not self._sessions or self._sessions[-1].ended_at is not None:
             self.run_started(at)
+        before = self._sessions[-1].attempts
+        if before and before[-1].outcome == "finished":
+            before[-1].outcome = "resized"  # it ended in good order, and yet there is another one
         book = AttemptBook(attempt, world, at, cell_s=self._cell_s)
         self._attempts[attempt] = book
         self._sessions[-1].attempts.append(book)
@@ -115,8 +107,21 @@ class Ledger:
             self._seen(at)
         return book.ranks[world_rank].next_record
 
-    def commit(self, step: int, attempt: int, at: float) -> None:
-        """The checkpoint of `step` is durable."""
+    def commit(
+        self,
+        step: int,
+        attempt: int,
+        at: float,
+        *,
+        stall_s: float | None = None,
+        latency_s: float | None = None,
+        upload_s: float | None = None,
+    ) -> None:
+        """The checkpoint of `step` is durable.
+
+        Where known: for how long training stood still for it, how long after that it was durable, and how long the
+        slowest upload of it took. For the planner; the accounts do not use them.
+        """
         if self._durable is None or step > self._durable:
             self._durable = step
             # Where an attempt went on is the border of what earlier ones lost: keep it as a border of sums.
@@ -124,7 +129,9 @@ class Ledger:
             for border in sorted({r for r in resumed if r is not None and r < step} | {step}):
                 for book in self._attempts.values():
                     book.steps.settle(border)
-            self._note(at, "commit", step=step, attempt=attempt)
+            told = {"stall_s": stall_s, "latency_s": latency_s, "upload_s": upload_s}
+            known = {name: round(s, 6) for name, s in told.items() if s is not None}
+            self._note(at, "commit", step=step, attempt=attempt, **known)
 
     def resumed(self, attempt: int, step: int) -> None:
         """The attempt goes on after `step`; 0 when there was nothing to restore."""
@@ -148,6 +155,14 @@ class Ledger:
             return
         book.ended_at, book.outcome, book.reason, book.lost_ranks = at, outcome, reason, tuple(ranks)
         self._note(at, "attempt_ended", attempt=attempt, outcome=outcome, ranks=list(ranks), reason=reason)
+
+    def group_down(self, attempt: int, at: float) -> None:
+        """The attempt's processes are gone: what follows is waiting for others."""
+        book = self._book(attempt, 0, "group_down")
+        if book is None or book.down_at is not None:
+            return
+        book.down_at = at
+        self._note(at, "group_down", attempt=attempt)
 
     def run_ended(self, at: float) -> None:
         """The driver is done with the run."""
@@ -190,17 +205,26 @@ class Ledger:
         """
         lines = [*self._lines, *self._news()]
         if lines:
-            head = {
-                "format": FORMAT,
-                "version": VERSION,
-                "segment": self._next_segment,
-                "target_world": self.target_world,
-            }
-            data = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in [head, *lines]).encode()
-            self._segments[self._next_segment] = LedgerSegment(self._next_segment, data)
-            self._next_segment += 1
-            self._lines = []
+            self._seal(lines)
         return tuple(self._segments.values())
+
+    def seal_whole(self, at: float) -> None:
+        """Seal everything told so far into one segment, which supersedes those before it once it is saved."""
+        self._news()  # what is new is part of everything
+        lines = everything(self._history, self._attempts, self._sessions, self._last_at)
+        self._segments.clear()  # however long the storage was away, what waits for it is bounded
+        self._whole = WholeSegment(self._next_segment, at)
+        self._seal(lines, whole_at=at)
+
+    @property
+    def whole(self) -> WholeSegment | None:
+        """The newest whole segment, saved or not."""
+        return self._whole
+
+    @property
+    def segments_since_whole(self) -> int:
+        """How many segments a reader has to read, at least."""
+        return self._next_segment - (self._whole.number if self._whole else 0)
 
     def saved(self, number: int) -> None:
         """Segment `number` is durable; forget its bytes."""
@@ -208,14 +232,15 @@ class Ledger:
 
     @classmethod
     def from_lines(cls, lines: Iterable[str | bytes], target_world: int = 0, *, heartbeat_s: float = 1.0) -> Ledger:
-        """The ledger that the lines of all its segments, oldest first, describe. A repeated segment counts once.
+        """The ledger that the lines of all its segments, oldest first, describe. A repeated segment counts once, one
+        that a whole segment supersedes not at all.
 
         Raises:
             StorageError: a line cannot be read, a segment is missing, or a newer release wrote it.
         """
         ledger = cls(target_world, heartbeat_s=heartbeat_s)
         skip = True
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(current_lines(lines), 1):
             if not line.strip():
                 continue
             try:
@@ -235,11 +260,10 @@ class Ledger:
         return ledger
 
     def _enter_segment(self, head: dict[str, Any]) -> bool:
-        if head["format"] != FORMAT or head["version"] not in READABLE_VERSIONS:
-            raise StorageError(
-                f"The ledger has format {head['format']!r} version {head['version']}, this release reads {FORMAT!r} "
-                f"up to version {VERSION}: use the release that wrote it."
-            )
+        check_head(head)
+        if head.get("whole") and head["segment"] >= self._next_segment:
+            self._next_segment = head["segment"]
+            self._whole = WholeSegment(head["segment"], head["at"])
         if head["segment"] > self._next_segment:
             raise StorageError(
                 f"Segment {self._next_segment} of the ledger is missing, {head['segment']} is there: if this is a copy "
@@ -258,11 +282,13 @@ class Ledger:
             case "attempt_started":
                 self.attempt_started(**line)
             case "commit":
-                self.commit(**line)
+                self.commit(**{name: line[name] for name in _COMMIT_FIELDS if name in line})
             case "resumed":
                 self.resumed(**line)
             case "attempt_ended":
                 self.attempt_ended(**line)
+            case "group_down":
+                self.group_down(line["attempt"], line["at"])
             case "run_ended":
                 self.run_ended(line["at"])
             case "rank":
@@ -270,6 +296,8 @@ class Ledger:
                 self._hear_late(self._attempts[line["attempt"]], line["world_rank"])
             case "steps":
                 steps = self._attempts[line["attempt"]].steps
+                if "settled" in line:
+                    steps.load(line["settled"])
                 for first, times in line["ns"]:
                     for step, ns in enumerate(times, first):
                         steps.add(step, ns)
@@ -278,6 +306,9 @@ class Ledger:
                 if 0 <= line["world_rank"] < MAX_RANKS:
                     timeline = self._attempts[line["attempt"]].timeline(line["world_rank"])
                     timeline.put(line["cell_s"], line["first"], line["cells"])
+            case "sessions":
+                for session, (ended_at, silent) in zip(self._sessions, line["ends"], strict=True):
+                    session.ended_at, session.silent = ended_at, silent
             case "seen":
                 self._seen(line["at"])
             case other:
@@ -340,4 +371,12 @@ class Ledger:
         if at is not None:
             self._seen(at)
             fields["at"] = at
-        self._lines.append({"event": event, **fields})
+        line = {"event": event, **fields}
+        self._lines.append(line)
+        self._history.append(line)
+
+    def _seal(self, lines: Sequence[Mapping[str, Any]], whole_at: float | None = None) -> None:
+        segment = seal(self._next_segment, self.target_world, lines, whole_at=whole_at)
+        self._segments[segment.number] = segment
+        self._next_segment += 1
+        self._lines = []

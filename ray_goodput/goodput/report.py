@@ -27,24 +27,48 @@ class AttemptReport:
     buckets_s: Mapping[str, float]
 
 
+RESIZED, DRIVER = "resized", "driver"
+"""Kinds of incidents that are not failures of an attempt: a change of size that nobody had to suffer, and the death of
+a driver, which is noticed when the next one takes the run up."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
     """One interruption.
 
-    ranks: those told to be lost. step_reached: the last step done before; step_resumed: the next attempt went on after
-    this one (None while it has not). lost_s: rank-seconds of steps rolled back. down_s: from the first rank's last sign
-    of life to the end of the first new step, or to the end of the books; time without a driver is not counted.
+    ranks: those told to be lost; nodes: where they ran, as far as known. step_reached: the last step done before;
+    step_resumed: the next attempt went on after this one (None while it has not). lost_s: rank-seconds of steps rolled
+    back.
+
+    down_s: from the first rank's last sign of life to the end of the first new step, or to the end of the books; time
+    without a driver is not counted. Its parts: detect_s until the failure was noticed, teardown_s until the processes
+    were gone, wait_s until others were there, load_s of loading a checkpoint, start_s for the rest. replay_s: what the
+    steps rolled back had taken, and so about what doing them again takes. gpu_s: accelerator-seconds it cost: the whole
+    target world while down, and the steps rolled back.
     """
 
     attempt: int
     kind: str
     reason: str
     ranks: tuple[int, ...]
+    nodes: tuple[str, ...]
     step_reached: int | None
     step_resumed: int | None
     steps_lost: int
     lost_s: float
     down_s: float
+    detect_s: float
+    teardown_s: float
+    wait_s: float
+    start_s: float
+    load_s: float
+    replay_s: float
+    gpu_s: float
+
+    @property
+    def is_failure(self) -> bool:
+        """Something broke; False for a change of size."""
+        return self.kind != RESIZED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +97,11 @@ class GoodputReport:
     attempts: tuple[AttemptReport, ...]
     incidents: tuple[Incident, ...]
 
+    @property
+    def failures(self) -> int:
+        """Incidents but changes of size."""
+        return sum(incident.is_failure for incident in self.incidents)
+
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values; see `to_dict`."""
         return to_dict(self)
@@ -88,7 +117,7 @@ def to_dict(report: GoodputReport) -> dict[str, Any]:
     for name in ("attempts", "incidents"):
         body[name] = list(body[name])
     for incident in body["incidents"]:
-        incident["ranks"] = list(incident["ranks"])
+        incident |= {"ranks": list(incident["ranks"]), "nodes": list(incident["nodes"])}
     return body
 
 

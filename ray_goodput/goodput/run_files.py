@@ -1,7 +1,7 @@
 """Reads what a run has left in storage about its time: the ledger's segments and the curves of its metrics.
 
-Works on a run that still goes on (its segments are immutable, a reader comes back for the new ones) and on a folder
-that was copied from storage.
+Works on a run that still goes on (its segments are immutable, a reader comes back for the new ones; while it reads, old
+ones may be replaced by a whole one) and on a folder that was copied from storage.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ray_goodput.errors import ObjectNotFoundError, StorageError
 from ray_goodput.goodput.metrics_log import FOLDER as METRICS_FOLDER
 from ray_goodput.goodput.metrics_log import MetricsLog
+from ray_goodput.goodput.segments import current_lines
 from ray_goodput.storage.protocol import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -22,11 +23,13 @@ logger = logging.getLogger(__name__)
 LEDGER_FOLDER = "ledger"
 _SEGMENT = re.compile(r"(?:.*/)?ledger-\d{8}\.jsonl")
 _AT_ONCE = 16
+_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """Lines of all segments, oldest first, and one curve an attempt. uri: of the run, without credentials."""
+    """Lines of the segments that count, oldest first, and one curve an attempt. uri: of the run, without
+    credentials."""
 
     uri: str
     lines: Sequence[bytes]
@@ -47,14 +50,33 @@ class RunReader:
             ObjectNotFoundError: there is no ledger.
             StorageError: a segment is cut off, or the storage cannot be read.
         """
-        keys = self._list()
-        new = [key for key in keys if key not in self._segments]
-        if new:
-            with ThreadPoolExecutor(min(_AT_ONCE, len(new))) as pool:
-                for key, data in zip(new, pool.map(self._store.get, new), strict=True):
-                    self._segments[key] = _lines(key, data)
-        lines = [line for key in keys for line in self._segments[key]]
+        for _ in range(_TRIES):
+            keys = self._list()
+            if self._fetch([key for key in keys if key not in self._segments]):
+                break
+        else:
+            raise StorageError(
+                f"The ledger at {self._store.uri} changed under each of {_TRIES} attempts to read it: try again. If "
+                "this is a copy of the run's folder, copy it again, while nobody writes to the copy."
+            )
+        self._segments = {key: self._segments[key] for key in keys}
+        lines = current_lines([line for key in keys for line in self._segments[key]])
         return RunFiles(self._store.uri, lines, tuple(self._metrics()))
+
+    def _fetch(self, keys: Sequence[str]) -> bool:
+        """Get these segments; False if one has gone since they were listed: a newer whole one has replaced it."""
+        if not keys:
+            return True
+        with ThreadPoolExecutor(min(_AT_ONCE, len(keys))) as pool:
+            found = list(pool.map(self._get, keys))
+        self._segments |= {key: lines for key, lines in zip(keys, found, strict=True) if lines is not None}
+        return None not in found
+
+    def _get(self, key: str) -> list[bytes] | None:
+        try:
+            return _lines(key, self._store.get(key))
+        except ObjectNotFoundError:
+            return None
 
     def _list(self) -> list[str]:
         for folder in (LEDGER_FOLDER, ""):  # the run's folder, or a copy of its ledger alone

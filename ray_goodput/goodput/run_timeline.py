@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_goodput.core.buckets import Bucket
-from ray_goodput.goodput.accounts import AttemptSpan, attempt_spans, counted_s, journal_began
+from ray_goodput.goodput.accounts import AttemptSpan, attempt_spans, journal_began
 from ray_goodput.goodput.books import NUM_BUCKETS, RankBook
+from ray_goodput.goodput.incidents import counted_s
 from ray_goodput.goodput.ledger import Ledger
 from ray_goodput.goodput.timeline import Timeline
 

@@ -7,6 +7,7 @@ is kept on its own, since a later attempt may resume anywhere there.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 
 MAX_SEGMENTS = 4096
 
@@ -67,18 +68,33 @@ class StepTimes:
 
     def take_changes(self) -> list[tuple[int, list[int]]]:
         """What was added since the last call, as runs (first step, nanoseconds of it and those that follow)."""
-        runs: list[tuple[int, list[int]]] = []
-        for step in sorted(self._changes):
-            if runs and step == runs[-1][0] + len(runs[-1][1]):
-                runs[-1][1].append(self._changes[step])
-            else:
-                runs.append((step, [self._changes[step]]))
+        runs = _runs(self._changes)
         self._changes = {}
         return runs
+
+    def dump(self) -> tuple[list[tuple[int, int]], list[tuple[int, list[int]]]]:
+        """All of it: the settled sums as (bound, nanoseconds), and the other steps as runs."""
+        return list(zip(self._bounds, self._sums, strict=True)), _runs(self._open)
+
+    def load(self, settled: Iterable[tuple[int, int]]) -> None:
+        """Take the settled sums as `dump` gave them, instead of all that is here."""
+        pairs = [(int(bound), int(ns)) for bound, ns in settled]
+        self._bounds, self._sums = [bound for bound, _ in pairs], [ns for _, ns in pairs]
+        self._open, self._changes, self.first = {}, {}, None
 
     def num_kept(self) -> int:
         """How many numbers are held."""
         return len(self._sums) + len(self._open)
+
+
+def _runs(times: Mapping[int, int]) -> list[tuple[int, list[int]]]:
+    runs: list[tuple[int, list[int]]] = []
+    for step in sorted(times):
+        if runs and step == runs[-1][0] + len(runs[-1][1]):
+            runs[-1][1].append(times[step])
+        else:
+            runs.append((step, [times[step]]))
+    return runs
 
 
 def _pop_up_to(times: dict[int, int], bound: int) -> int:

@@ -80,11 +80,11 @@ class Timeline:
             return None
         low, high = self._changed
         self._changed = None
-        cells: list[list[int]] = []
-        for row in self._cells[low:high]:
-            ms = np.rint(row[:NUM_BUCKETS] * 1e3).astype(int)
-            cells.append([int(row[NUM_BUCKETS]), *(int(x) for b in np.flatnonzero(ms) for x in (b, ms[b]))])
-        return low, cells
+        return low, self._told(low, high)
+
+    def all_cells(self) -> list[list[int]]:
+        """Every cell as it stands, from the first one on."""
+        return self._told(0, len(self._cells))
 
     def put(self, cell_s: float, first: int, cells: Sequence[Sequence[int]]) -> None:
         """Take cells as `take_changes` gave them; what they say replaces what was there."""
@@ -120,6 +120,13 @@ class Timeline:
             self._cells = np.concatenate(
                 [self._cells, np.zeros((num - len(self._cells), _WIDTH), dtype=self._cells.dtype)]
             )
+
+    def _told(self, low: int, high: int) -> list[list[int]]:
+        cells: list[list[int]] = []
+        for row in self._cells[low:high]:
+            ms = np.rint(row[:NUM_BUCKETS] * 1e3).astype(int)
+            cells.append([int(row[NUM_BUCKETS]), *(int(x) for b in np.flatnonzero(ms) for x in (b, ms[b]))])
+        return cells
 
     def _touch(self, low: int, high: int) -> None:
         if self._changed:

@@ -149,6 +149,9 @@ class Saver:
         self.last_step = self._staged_step = self._considered_step = step
         self._last_save_mono_s = self._clock.mono_s()
         self._stall_s = self._last_save_mono_s - started
+        if self._world.world_rank == 0:
+            checkpoint = CheckpointId(step, self._worker.attempt)
+            self._worker.coordinator.handle.save_stalled.remote(checkpoint, self._stall_s)
         return True
 
     def prepare(self, *, model: Any, optimizer: Any, stateful: Mapping[str, Any]) -> None:

@@ -33,6 +33,9 @@ class History:
 
     def maybe_save(self, rng: random.Random) -> None:
         if self.seal and rng.random() < 0.3:
+            if rng.random() < 0.4:
+                self.ledger.seal_whole(0.0)
+                self.lines = self.lines if rng.random() < 0.5 else []  # superseded: there or not is the same
             for segment in self.ledger.to_segments():
                 self.lines += segment.data.splitlines()
                 self.ledger.saved(segment.number)

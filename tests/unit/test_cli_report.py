@@ -214,7 +214,7 @@ def spoiled(folder: Path, how: str) -> Path:
         case "empty":
             second.write_bytes(b"")
         case "newer":
-            second.write_bytes(data.replace(b'"version":2', b'"version":3', 1))
+            second.write_bytes(data.replace(b'"version":3', b'"version":4', 1))
         case "garbled":
             second.write_bytes(data.replace(b'"event"', b"event", 1))
     return folder
@@ -226,7 +226,7 @@ def spoiled(folder: Path, how: str) -> Path:
         ("missing", ["Segment 1 of the ledger is missing", "copy all of it"]),
         ("cut", ["ledger-00000001.jsonl is cut off", "copy that object again"]),
         ("empty", ["ledger-00000001.jsonl is cut off"]),
-        ("newer", ["version 3", "use the release that wrote it"]),
+        ("newer", ["version 4", "use the release that wrote it"]),
         ("garbled", ["Line", "cannot be read"]),
     ],
 )

@@ -411,7 +411,7 @@ def test_buckets_of_a_newer_release_count_as_other() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"format":"ray_goodput.ledger","version":3,"segment":0,"target_world":1}'], "version 3"),
+        (['{"format":"ray_goodput.ledger","version":4,"segment":0,"target_world":1}'], "version 4"),
         (['{"format":"else","version":1,"segment":0,"target_world":1}'], "else"),
         (['{"format":"ray_goodput.ledger","version":1,"segment":1,"target_world":1}'], "Segment 0"),
         (['{"format":"ray_goodput.ledger","version":1,"segment":0,"target_world":1}', '{"event":"tick"}'], "Line 2"),
@@ -428,7 +428,7 @@ def test_a_ledger_that_cannot_be_read_says_where(lines: list[str], message: str)
         Ledger.from_lines(lines)
 
 
-def test_the_segment_format_is_version_2_as_documented() -> None:
+def test_the_segment_format_is_version_3_as_documented() -> None:
     ledger = Ledger(1)
     ledger.run_started(5)
     ledger.attempt_started(0, 1, 6)
@@ -437,7 +437,7 @@ def test_the_segment_format_is_version_2_as_documented() -> None:
     ledger.commit(2, 0, 21)
     (segment,) = ledger.to_segments()
     assert [json.loads(line) for line in segment.data.splitlines()] == [
-        {"format": "ray_goodput.ledger", "version": 2, "segment": 0, "target_world": 1},
+        {"format": "ray_goodput.ledger", "version": 3, "segment": 0, "target_world": 1},
         {"event": "run_started", "at": 5},
         {"event": "attempt_started", "at": 6, "attempt": 0, "world": 1},
         {"event": "commit", "step": 2, "attempt": 0, "at": 21},
@@ -457,6 +457,7 @@ def test_the_segment_format_is_version_2_as_documented() -> None:
             "first_done_ns": 3_000_000_000,
             "last_done": 2,
             "closed": False,
+            "node": "n",
         },
         {
             "event": "timeline",
