@@ -1,4 +1,4 @@
-"""How long each save took, put together from what ranks and vaults tell. Clocks of two machines are never subtracted."""
+"""How long each save took, from what ranks and vaults tell. Clocks of two machines are never subtracted."""
 
 from __future__ import annotations
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ray_goodput.cli.options import AsJson, StorageOptions, parse_options, seconds
-from ray_goodput.errors import ConfigError, ObjectNotFoundError
+from ray_goodput.errors import ConfigError
 
 if TYPE_CHECKING:
     from ray_goodput.config import StoreSpec
@@ -179,17 +180,12 @@ def _spec(uri: str, storage_options: str | None) -> StoreSpec:
     return StoreSpec(uri=uri, options=parse_options(storage_options))
 
 
-def _read_ledger(spec: StoreSpec) -> tuple[dict[str, Any], list[bytes]]:
+def _read_ledger(spec: StoreSpec) -> tuple[dict[str, Any], Sequence[bytes]]:
     from ray_goodput.goodput.ledger import Ledger
+    from ray_goodput.goodput.run_files import RunReader
     from ray_goodput.storage import open_store
 
-    store = open_store(spec)
-    lines = [line for info in store.list("ledger") for line in store.get(info.key).splitlines()]
-    if not lines:
-        raise ObjectNotFoundError(
-            f"There is no ledger at {store.uri}: give the folder of a run, STORAGE_PATH/RUN, which has a folder named "
-            "ledger from its first attempt on."
-        )
+    lines = RunReader(open_store(spec)).read().lines
     return Ledger.from_lines(lines).report().to_dict(), lines
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ray_goodput.goodput.plan import GoodputAt, Lever, Plan
+from ray_goodput.goodput.plan import WORTH_SAYING, GoodputAt, Lever, Plan
 from ray_goodput.goodput.published import PublishedRow
 from ray_goodput.goodput.simulation import SimulationResult
 
@@ -80,11 +80,13 @@ def interruptions(plan: Plan) -> str:
 
 
 def next_step(plan: Plan) -> str:
-    """The advice: one sentence."""
+    """The advice: one sentence. What the bounds of the failure rate leave open is not recommended."""
     lever, gain = plan.lever, plan.best.exact - plan.chosen.exact
-    if gain > 1e-5 and (lever is None or gain >= lever.gain):
+    if plan.interval_gain > WORTH_SAYING and (lever is None or gain >= lever.gain):
         return f"save each {duration(plan.best.interval_s)}: +{gain * 100:.2f} points{_worth_of(plan, gain)}"
     if lever is None:
+        if max([gain, *(each.gain for each in plan.levers)]) > WORTH_SAYING:
+            return "nothing for sure: too little is known of how often it fails, a longer run would tell"
         return "nothing: no half of anything gains a thousandth of a point"
     now, halved = (lever_value(lever, value) for value in (lever.now, lever.halved))
     gained = f"+{lever.gain * 100:.2f} points{_worth_of(plan, lever.gain)}"

@@ -16,6 +16,7 @@ from ray_goodput.cli.plan_text import duration
 from ray_goodput.cli.report_tables import COLOUR, MEANING
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.goodput.metrics_log import MetricsLog, main_metric
+from ray_goodput.goodput.report import GoodputReport, headline
 from ray_goodput.goodput.run_view import RunView, commit_ages
 
 COLUMNS = 400
@@ -67,7 +68,7 @@ def render_page(view: RunView) -> str:
     return env.from_string(source).render(
         view=view,
         name=view.name,
-        headline=words.headline(view),
+        headline=headline(view.report),
         scale=words.scale(view),
         state=words.state(view),
         next_step=words.next_step(view),
@@ -83,6 +84,7 @@ def render_page(view: RunView) -> str:
         charts=_charts(view),
         tables={
             "incidents": words.incident_table(view),
+            "way_back": words.way_back_table(view),
             "checkpoints": words.checkpoint_table(view),
             "levers": words.lever_table(view),
             "attempts": words.attempt_table(view),
@@ -97,15 +99,21 @@ def _figures(view: RunView) -> list[tuple[str, str, str]]:
     total = sum(r.buckets_s.values()) or 1.0
     figures = [
         ("Goodput", f"{r.overall:.1%}", "of all rank-time became steps that survive"),
-        ("Availability", f"{r.availability:.1%}", "of it had a rank to run on"),
-        ("Runtime", f"{r.runtime:.1%}", "of that went into steps that survive"),
+        ("Availability", f"{r.availability:.1%}", "of it had its rank, training or down"),
+        ("Runtime", f"{r.runtime:.1%}", "of that went into steps that survive, the rest was down, waiting or lost"),
         ("Rolled back", f"{r.lost_s / total:.1%}", f"{words.hours(r.lost_s)} of steps, done again"),
-        ("Incidents", str(len(r.incidents)), f"in {duration(r.wall_s)}"),
+        ("Failures", str(r.failures), _others(r)),
     ]
     if view.cost is not None:
         note = f"of {words.money(view.cost.total)}, at {view.cost.per_accelerator_hour:g} an accelerator-hour"
         figures.append(("Wasted", words.money(view.cost.wasted), note))
     return figures
+
+
+def _others(report: GoodputReport) -> str:
+    resizes = len(report.incidents) - report.failures
+    changes = f", and {resizes} change{'' if resizes == 1 else 's'} of size" if resizes else ""
+    return f"in {duration(report.wall_s)}{changes}"
 
 
 def _waterfall(view: RunView) -> list[Step]:

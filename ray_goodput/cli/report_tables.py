@@ -57,11 +57,6 @@ class TextTable:
     empty: str = ""
 
 
-def headline(view: RunView) -> str:
-    r = view.report
-    return f"goodput {r.overall:.1%} = availability {r.availability:.1%} x runtime {r.runtime:.1%}"
-
-
 def scale(view: RunView) -> str:
     """How much time the accounts are about, and how sure they are."""
     r = view.report
@@ -86,7 +81,14 @@ def next_step(view: RunView) -> str:
 
 def tables(view: RunView) -> list[TextTable]:
     """All tables, most important first."""
-    return [waterfall_table(view), incident_table(view), checkpoint_table(view), attempt_table(view), lever_table(view)]
+    return [
+        waterfall_table(view),
+        incident_table(view),
+        way_back_table(view),
+        checkpoint_table(view),
+        attempt_table(view),
+        lever_table(view),
+    ]
 
 
 def buckets_by_size(view: RunView) -> list[tuple[Bucket, float]]:
@@ -112,17 +114,32 @@ def waterfall_table(view: RunView) -> TextTable:
 
 
 def incident_table(view: RunView) -> TextTable:
+    """What each interruption was and cost; rank-time lost is the whole target world while down, and the steps lost."""
     header = ("attempt", "what", "ranks", "resumed after", "steps lost", "down", "rank-time lost", "reason")
     price = view.cost.per_accelerator_hour if view.cost else None
     if price is not None:
         header = (*header[:-1], "cost", header[-1])
     rows = []
     for i in view.report.incidents:
-        gone = i.lost_s + i.down_s * view.report.target_world
-        row = (str(i.attempt), i.kind, _ranks(i), _back(i), str(i.steps_lost), duration(i.down_s), hours(gone))
-        rows.append((*row, *([] if price is None else [money(gone / 3600 * price)]), _short(i.reason)))
+        row = (str(i.attempt), i.kind, _ranks(i), _back(i), str(i.steps_lost), duration(i.down_s), hours(i.gpu_s))
+        rows.append((*row, *([] if price is None else [money(i.gpu_s / 3600 * price)]), _short(i.reason)))
     return TextTable(
         title="Incidents", header=header, rows=tuple(rows), right=frozenset({0, 4, 5, 6}), empty="There were none."
+    )
+
+
+def way_back_table(view: RunView) -> TextTable:
+    """Where the time down went, incident by incident."""
+    rows = []
+    for i in view.report.incidents:
+        parts = (i.detect_s, i.teardown_s, i.wait_s, i.start_s, i.load_s, i.down_s, i.replay_s)
+        rows.append((str(i.attempt), *map(duration, parts), _nodes(i)))
+    return TextTable(
+        title="The way back",
+        header=("attempt", "noticed", "torn down", "waited", "started", "loaded", "down", "steps again", "nodes"),
+        rows=tuple(rows),
+        right=frozenset(range(8)),
+        empty="There was no incident.",
     )
 
 
@@ -198,6 +215,12 @@ def _short(reason: str, most: int = 160) -> str:
 
 def _ranks(incident: Incident, most: int = 8) -> str:
     return shortened(incident.ranks, most) if incident.ranks else "not known"
+
+
+def _nodes(incident: Incident, most: int = 4) -> str:
+    """Ray's ids of nodes are long: their beginning tells them apart."""
+    names = [name[:8] for name in incident.nodes]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "not known"
 
 
 def shortened(numbers: Sequence[int], most: int) -> str:

@@ -11,7 +11,7 @@ from ray_goodput.cli import report_tables as words
 from ray_goodput.cli.report_tables import COLOUR, MEANING, TextTable
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.errors import StorageError
-from ray_goodput.goodput.report import loss_curve
+from ray_goodput.goodput.report import AVAILABILITY, headline, loss_curve
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -33,7 +33,8 @@ def render(view: RunView, width: int = 100, *, colour: bool = True, trouble: str
     from rich.text import Text
 
     parts: list[RenderableType] = [
-        Text(words.headline(view), style="bold"),
+        Text(headline(view.report), style="bold"),
+        Text(f"({AVAILABILITY})", style="dim"),
         Text(f"{view.name}: {words.scale(view)}; {words.state(view)}", style="dim"),
         Text.assemble(("next: ", "bold"), words.next_step(view)),
         Text(trouble, style="yellow"),
@@ -50,7 +51,7 @@ def markdown(view: RunView) -> str:
     lines = [
         f"# {_cell(view.name)}",
         "",
-        f"**{words.headline(view)}**",
+        f"**{headline(view.report)}** ({AVAILABILITY})",
         "",
         f"{words.scale(view)}; {words.state(view)}.",
     ]

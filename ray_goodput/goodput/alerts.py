@@ -67,7 +67,7 @@ ALERTS = (
     ),
     Alert(
         name="GoodputCrashLoop",
-        expr=f"sum {BY_RUN} (increase({series('goodput_incidents_total')}[1h])) > 3",
+        expr=f"sum {BY_RUN} (increase({series('goodput_incidents_total')}{{kind!='resized'}}[1h])) > 3",
         held="0m",
         severity="warning",
         what=f"{_RUN} was interrupted {{{{ $value | humanize }}}} times within an hour",

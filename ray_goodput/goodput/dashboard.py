@@ -32,7 +32,12 @@ def dashboard() -> dict[str, Any]:
             4,
             (
                 _stat("Goodput", _now("goodput_overall_ratio"), "percentunit", steps=(0.8, 0.95)),
-                _stat("Availability", _now("goodput_availability_ratio"), "percentunit", steps=(0.9, 0.99)),
+                _stat(
+                    "Availability (no rank missing)",
+                    _now("goodput_availability_ratio"),
+                    "percentunit",
+                    steps=(0.9, 0.99),
+                ),
                 _stat("Ranks", _now("goodput_ranks"), "short"),
                 _stat("Step", _now("goodput_step"), "short"),
                 _stat("Age of the newest commit", _now("goodput_checkpoint_age_seconds"), "s", worst=(1800, 3600)),

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ray_goodput.core.buckets import Bucket
+from ray_goodput.goodput.plan import WORTH_SAYING
 from ray_goodput.goodput.run_view import RunView
 
 Level = Literal["ok", "note", "problem"]
@@ -118,6 +119,9 @@ def _interval(view: RunView, now_s: float) -> Finding | None:
     )
     if lost < _POINT / 2:
         return Finding(check="save interval", level="ok", found=f"{text}, which would gain {100 * lost:.1f} points.")
+    if plan.interval_gain <= WORTH_SAYING:
+        why = "but too little is known of how often it fails to be sure of that."
+        return Finding(check="save interval", level="ok", found=f"{text}, {why}")
     return Finding(
         check="save interval",
         level="problem" if lost >= 2 * _POINT else "note",

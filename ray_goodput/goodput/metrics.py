@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ray_goodput.core.budget import FailureKind
-from ray_goodput.goodput.report import GoodputReport
+from ray_goodput.goodput.report import DRIVER, RESIZED, GoodputReport
 
 RUN_LABELS = ("ray_train_run_name", "ray_train_run_id")
 """As Ray Train labels its own series, so that they can be joined."""
@@ -123,7 +123,7 @@ def samples(figures: RunFigures) -> Iterator[Sample]:
         yield Sample(METRICS[name], float(value))
     for bucket, seconds in report.buckets_s.items():
         yield Sample(METRICS["goodput_rank_seconds"], seconds, bucket)
-    kinds = Counter({kind.value: 0 for kind in FailureKind})
+    kinds = Counter({kind: 0 for kind in (*(kind.value for kind in FailureKind), DRIVER, RESIZED)})
     kinds.update(i.kind for i in report.incidents)
     for kind, count in kinds.items():
         yield Sample(METRICS["goodput_incidents_total"], float(count), kind)

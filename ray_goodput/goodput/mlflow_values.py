@@ -66,6 +66,7 @@ def goodput_points(report: GoodputReport, at_s: float) -> Points:
         "goodput/uncertain_seconds": report.uncertainty_s,
         "goodput/attempts": float(len(report.attempts)),
         "goodput/incidents": float(len(report.incidents)),
+        "goodput/failures": float(report.failures),
         "goodput/steps_lost": float(sum(i.steps_lost for i in report.incidents)),
         "goodput/ranks": float(report.attempts[-1].world if report.attempts else 0),
         "fetch_seconds": report.buckets_s.get(Bucket.DATA_WAIT.label, 0.0) / max(1, report.target_world),

@@ -11,6 +11,8 @@ from ray_goodput.goodput.plan_inputs import PlanInputs
 from ray_goodput.goodput.run_measures import RunMeasures
 from ray_goodput.goodput.simulation import Simulation
 
+WORTH_SAYING = 1e-5
+"""Of goodput: a thousandth of a point. What gains less for sure is not recommended."""
 LeverName = Literal["stall", "latency", "restart", "interval", "failure rate"]
 
 
@@ -69,13 +71,17 @@ class ShrinkOrWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lever:
-    """What halving one input does to goodput; the interval is chosen anew unless it was given."""
+    """What halving one input does to goodput; the interval is chosen anew unless it was given.
+
+    sure_gain: the least it gains within the bounds of the failure rate; equal to `gain` where the rate was given.
+    """
 
     name: LeverName
     now: float
     halved: float
     goodput: float
     gain: float
+    sure_gain: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +119,14 @@ class Plan:
 
     @property
     def lever(self) -> Lever | None:
-        """What to improve next; None where nothing gains as much as a thousandth of a point."""
-        return self.levers[0] if self.levers and self.levers[0].gain > 1e-5 else None
+        """What to improve next; None where nothing gains as much as a thousandth of a point for sure."""
+        return next((lever for lever in self.levers if lever.sure_gain > WORTH_SAYING), None)
+
+    @property
+    def interval_gain(self) -> float:
+        """What the best interval gains over the chosen one, at least, within the bounds of the failure rate."""
+        at_ends = (self.best.low - self.chosen.low, self.best.high - self.chosen.high)
+        return min(self.best.exact - self.chosen.exact, *at_ends)
 
     def simulation(self, **changes: Any) -> Simulation:
         """This plan as something to simulate; `changes` are fields of `Simulation`: runs, seed, spares, trace, ..."""

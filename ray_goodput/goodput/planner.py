@@ -24,6 +24,8 @@ from ray_goodput.goodput.run_measures import RunMeasures, measure_run
 
 SHORTEST_INTERVAL_S = 1.0
 """Nobody saves more often, even where a save costs nothing."""
+ENOUGH_S, ENOUGH_SAVES = 600.0, 5
+"""Of a run that is to be planned from: less says more about its start than about the job."""
 
 
 def make_plan(inputs: PlanInputs, measured: RunMeasures | None = None) -> Plan:
@@ -51,7 +53,7 @@ def make_plan(inputs: PlanInputs, measured: RunMeasures | None = None) -> Plan:
         best=_goodput_at(inputs, chosen_interval_s(replace(inputs, interval_s=None)), rate),
         tiers=_tier_plan(inputs, chosen.interval_s),
         shrink=_shrink(inputs),
-        levers=_levers(inputs),
+        levers=_levers(inputs, rate),
         worth=Worth(
             gpu_hours=gpu_hours,
             point_gpu_hours=gpu_hours / 100.0,
@@ -73,9 +75,12 @@ def plan_from_run(
     from the prior of the automatic cadence.
 
     Raises:
-        ConfigError: the run cannot say what a save or a restart costs, and it is not `given`.
+        ConfigError: the run is too short, or cannot say what a save or a restart costs, and it is not `given`.
     """
     measured = measure_run(report, lines)
+    needs_run = not {"stall_s", "latency_s", "restart_s"} <= given.keys()
+    if needs_run and measured.wall_s < ENOUGH_S:
+        raise _too_short(measured)
     values: dict[str, Any] = {"gpus": measured.gpus, "days": days}
     sources: dict[str, str] = {}
     for name in ("stall", "latency", "restart"):
@@ -86,6 +91,8 @@ def plan_from_run(
             raise ConfigError(
                 f"The run does not say how long its {name} is ({measured.sources[f'{name}_s']}): give it (--{name})."
             )
+    if not {"stall_s", "latency_s"} <= given.keys() and measured.saves < ENOUGH_SAVES:
+        raise _too_short(measured)
     if "failures_per_gpu_year" not in given:
         evidence = Evidence(
             failures=measured.failures,
@@ -103,6 +110,14 @@ def plan_from_run(
         values["interval_s"], sources["interval_s"] = measured.interval_s, measured.sources["interval_s"]
     sources = {name: source for name, source in sources.items() if name not in given}
     return make_plan(PlanInputs(**(values | given), sources=sources), measured)
+
+
+def _too_short(measured: RunMeasures) -> ConfigError:
+    return ConfigError(
+        f"The run is too short to plan from: it has {measured.wall_s:.0f} s and "
+        f"{measured.saves} save{'' if measured.saves == 1 else 's'}, advice needs {ENOUGH_S:.0f} s and {ENOUGH_SAVES} "
+        "saves. Plan from a longer run, or give what it would have to tell (--stall, --latency, --restart)."
+    )
 
 
 def chosen_interval_s(inputs: PlanInputs) -> float:
@@ -159,15 +174,21 @@ def _intervals(inputs: PlanInputs) -> Intervals:
     )
 
 
-def _levers(inputs: PlanInputs) -> tuple[Lever, ...]:
-    interval = chosen_interval_s(inputs)
-    before = goodput(inputs, interval)
+def _levers(inputs: PlanInputs, rate: RateEstimate | None) -> tuple[Lever, ...]:
     levers: list[Lever] = []
 
-    def add(name: LeverName, now: float, changed: PlanInputs) -> None:
-        after = goodput(changed, chosen_interval_s(changed))
-        levers.append(Lever(name=name, now=now, halved=now / 2.0, goodput=after, gain=after - before))
+    def gain(changed: PlanInputs, share: float) -> tuple[float, float]:
+        """Goodput after the change and what it gains, if the job fails `share` times as often as is most likely."""
+        after = goodput(changed, chosen_interval_s(changed), changed.mtbf_s / share)
+        return after, after - goodput(inputs, chosen_interval_s(inputs), inputs.mtbf_s / share)
 
+    def add(name: LeverName, now: float, changed: PlanInputs) -> None:
+        after, most_likely = gain(changed, 1.0)
+        ends = [] if rate is None or rate.mean == 0 else [rate.low / rate.mean, rate.high / rate.mean]
+        sure = min([most_likely, *(gain(changed, share)[1] for share in ends if share > 0)])
+        levers.append(Lever(name=name, now=now, halved=now / 2.0, goodput=after, gain=most_likely, sure_gain=sure))
+
+    interval = chosen_interval_s(inputs)
     add("stall", inputs.stall_s, replace(inputs, stall_s=inputs.stall_s / 2.0))
     add("latency", inputs.latency_s, replace(inputs, latency_s=inputs.latency_s / 2.0))
     add("restart", inputs.restart_s, replace(inputs, restart_s=inputs.restart_s / 2.0))

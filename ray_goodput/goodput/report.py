@@ -121,11 +121,21 @@ def to_dict(report: GoodputReport) -> dict[str, Any]:
     return body
 
 
+AVAILABILITY = "availability: no rank was missing, whether it trained or was down; down time is in runtime"
+"""Said wherever the two stand side by side: most people take availability for being up."""
+
+
+def headline(report: GoodputReport) -> str:
+    """The ratios in a line."""
+    return f"goodput {report.overall:.1%} = availability {report.availability:.1%} x runtime {report.runtime:.1%}"
+
+
 def render_table(report: GoodputReport) -> str:
     """The report as lines of text: buckets largest first, the ratios, the attempts, the incidents."""
     total = sum(report.buckets_s.values())
     lines = [
-        f"goodput {report.overall:.1%} = availability {report.availability:.1%} x runtime {report.runtime:.1%}",
+        headline(report),
+        f"({AVAILABILITY})",
         f"{report.target_world} ranks x {_duration(report.wall_s)} = {total:.1f} rank-seconds"
         + (f", of which {report.uncertainty_s:.1f} are uncertain" if report.uncertainty_s >= 0.05 else ""),
         "",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ray_goodput.errors import StorageError
+from ray_goodput.goodput.report import RESIZED
 from ray_goodput.goodput.timeline import Timeline
 
 
@@ -18,8 +19,9 @@ from ray_goodput.goodput.timeline import Timeline
 class RunMeasures:
     """Figures of one run; None where the ledger does not tell, and `sources` then says why.
 
-    gpus: its target world, one accelerator a rank. exposure_gpu_s: accelerator-seconds in which `failures` happened.
-    goodput: the run's own overall, to be held against what the formula makes of these figures.
+    gpus: its target world, one accelerator a rank. failures: incidents but changes of size. exposure_gpu_s:
+    accelerator-seconds in which they happened. goodput: the run's own overall, to be held against what the formula
+    makes of these figures.
     """
 
     gpus: int
@@ -40,9 +42,14 @@ class RunMeasures:
 
 @dataclass(slots=True)
 class _Attempt:
-    """Commits as (step, at), and rank 0's progress as step -> when it was done, all by the coordinator's clock."""
+    """Commits as (step, at), and rank 0's progress as step -> when it was done, all by the coordinator's clock.
+
+    stalls, latencies: as told with commits, from version 3 of the ledger on.
+    """
 
     commits: list[tuple[int, float]] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
     done: dict[int, float] = field(default_factory=dict)
     resumed: int = 0
     started_at: float | None = None
@@ -52,11 +59,12 @@ class _Attempt:
 def measure_run(report: Mapping[str, Any], lines: Iterable[str | bytes] = ()) -> RunMeasures:
     """The figures of the run whose ledger gives `report` (`GoodputReport.to_dict()`) and has these `lines`.
 
-    stall: `ckpt_block` a save and rank. interval: median time between commits of an attempt, less the stall.
-    latency: median over commits of the time since the step was done on rank 0, less the stall; when a step was done is
-    interpolated between its timeline's cells or the ledger's notes of progress, whichever are more, so it is known to
-    some seconds only.
-    restart: mean down time of the incidents that were overcome; without one, the time to start up and load.
+    stall, latency: mean and median of what was told with the commits. A ledger that does not tell (before version 3)
+    gives `ckpt_block` a save and rank for the stall, and for the latency the time since the step was done on rank 0,
+    less the stall; when a step was done is interpolated between its timeline's cells or the ledger's notes of progress,
+    whichever are more, so it is known to some seconds only.
+    interval: median time between commits of an attempt, less the stall.
+    restart: mean down time of the failures that were overcome; without one, the time to start up and load.
 
     Raises:
         StorageError: a line is not of a ledger.
@@ -64,22 +72,16 @@ def measure_run(report: Mapping[str, Any], lines: Iterable[str | bytes] = ()) ->
     attempts = _read(lines)
     commits = sum(len(a.commits) for a in attempts.values())
     sources: dict[str, str] = {}
-    stall = _stall(report, attempts)
-    sources["stall_s"] = f"mean over {_count(commits, 'save')}" if stall is not None else "it has no commit yet"
+    stall, sources["stall_s"] = _stall(report, attempts)
     gaps = [b - a for x in attempts.values() for (_, a), (_, b) in zip(x.commits, x.commits[1:], strict=False)]
     interval = max(1e-3, statistics.median(gaps) - (stall or 0.0)) if gaps else None
     sources["interval_s"] = f"median of {_count(len(gaps), 'interval')}" if gaps else "no attempt has two commits"
-    latencies = [late - (stall or 0.0) for x in attempts.values() for late in _lateness(x)]
-    latency = max(0.0, statistics.median(latencies)) if latencies else None
-    sources["latency_s"] = (
-        f"median of {_count(len(latencies), 'commit')}, known to some seconds"
-        if latencies
-        else "no commit can be timed"
-    )
-    overcome = [i["down_s"] for i in report["incidents"] if i["step_resumed"] is not None]
+    latency, sources["latency_s"] = _latency(attempts, stall or 0.0)
+    failures = [incident for incident in report["incidents"] if incident["kind"] != RESIZED]
+    overcome = [incident["down_s"] for incident in failures if incident["step_resumed"] is not None]
     if overcome:
         restart: float | None = statistics.fmean(overcome)
-        sources["restart_s"] = f"mean over {_count(len(overcome), 'incident')}"
+        sources["restart_s"] = f"mean over {_count(len(overcome), 'failure')}"
     else:
         restart = _startup(report)
         sources["restart_s"] = (
@@ -89,7 +91,7 @@ def measure_run(report: Mapping[str, Any], lines: Iterable[str | bytes] = ()) ->
         gpus=int(report["target_world"]),
         wall_s=float(report["wall_s"]),
         goodput=float(report["overall"]),
-        failures=len(report["incidents"]),
+        failures=len(failures),
         exposure_gpu_s=float(report["wall_s"]) * int(report["target_world"]),
         saves=commits,
         stall_s=stall,
@@ -113,6 +115,8 @@ def _read(lines: Iterable[str | bytes]) -> dict[int, _Attempt]:
             attempt = attempts.setdefault(body["attempt"], _Attempt())
             if event == "commit":
                 attempt.commits.append((body["step"], body["at"]))
+                attempt.stalls += [body["stall_s"]] if "stall_s" in body else []
+                attempt.latencies += [body["latency_s"]] if "latency_s" in body else []
             elif event == "resumed":
                 attempt.resumed = body["step"]
             elif event == "timeline":
@@ -155,13 +159,27 @@ def _lateness(attempt: _Attempt) -> list[float]:
     return [at - float(np.interp(step, steps, times)) for step, at in attempt.commits if steps[0] <= step <= steps[-1]]
 
 
-def _stall(report: Mapping[str, Any], attempts: Mapping[int, _Attempt]) -> float | None:
+def _stall(report: Mapping[str, Any], attempts: Mapping[int, _Attempt]) -> tuple[float | None, str]:
+    told = [stall for attempt in attempts.values() for stall in attempt.stalls]
+    if told:
+        return statistics.fmean(told), f"mean over {_count(len(told), 'save')}"
     blocked = saves = 0.0
     for a in report["attempts"]:
         if (mine := attempts.get(a["attempt"])) and mine.commits:
             blocked += a["buckets_s"].get("ckpt_block", 0.0)
             saves += a["world"] * len(mine.commits)
-    return blocked / saves if saves else None
+    commits = sum(len(a.commits) for a in attempts.values())
+    return (blocked / saves, f"mean over {_count(commits, 'save')}") if saves else (None, "it has no commit yet")
+
+
+def _latency(attempts: Mapping[int, _Attempt], stall_s: float) -> tuple[float | None, str]:
+    told = [latency for attempt in attempts.values() for latency in attempt.latencies]
+    if told:
+        return statistics.median(told), f"median of {_count(len(told), 'commit')}"
+    late = [late - stall_s for attempt in attempts.values() for late in _lateness(attempt)]
+    if not late:
+        return None, "no commit can be timed"
+    return max(0.0, statistics.median(late)), f"median of {_count(len(late), 'commit')}, known to some seconds"
 
 
 def _startup(report: Mapping[str, Any]) -> float | None:

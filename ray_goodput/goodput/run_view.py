@@ -93,6 +93,9 @@ class RunView:
         body |= {"uri": self.uri, "as_of_s": self.as_of_s, "checkpoints": asdict(self.checkpoints)}
         body["cost"] = asdict(self.cost) if self.cost else None
         body["next"] = {"reason": self.no_advice}
+        if self.cost is not None:
+            for incident in body["incidents"]:
+                incident["cost"] = incident["gpu_s"] / 3600.0 * self.cost.per_accelerator_hour
         if plan := self.advice:
             body["next"] = {
                 "days": plan.inputs.days,

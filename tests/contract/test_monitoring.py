@@ -86,6 +86,35 @@ def test_the_panels_do_not_overlap_and_fill_their_rows() -> None:
     assert json.loads(dashboard_text()) == dashboard()
 
 
+def test_the_dashboard_has_what_grafana_needs_to_import_and_provision_it() -> None:
+    model = dashboard()
+    assert model["uid"] and len(model["uid"]) <= 40 and re.fullmatch(r"[A-Za-z0-9_-]+", model["uid"])
+    assert model["title"] and isinstance(model["schemaVersion"], int) and model["schemaVersion"] >= 36
+    assert "id" not in model, "an id belongs to one Grafana's database"
+    source, *variables = model["templating"]["list"]
+    assert (source["type"], source["query"]) == ("datasource", "prometheus"), "it works with any Prometheus there is"
+    chosen = {"type": "prometheus", "uid": f"${source['name']}"}
+    assert all(v["type"] == "query" and v["datasource"] == chosen and v["query"]["refId"] for v in variables)
+    declared = {v["name"] for v in model["templating"]["list"]}
+    used = set(re.findall(r"\$(\w+)", " ".join(t["expr"] for p in model["panels"] for t in p["targets"])))
+    assert used <= declared
+    for panel in model["panels"]:
+        assert panel["type"] in ("stat", "timeseries") and panel["title"]
+        assert {"x", "y", "w", "h"} == set(panel["gridPos"]) and panel["gridPos"]["w"] > 0
+        assert all(t["datasource"] == chosen and t["expr"] for t in panel["targets"])
+        assert len({t["refId"] for t in panel["targets"]}) == len(panel["targets"])
+        defaults = panel["fieldConfig"]["defaults"]
+        assert defaults["unit"] in ("percentunit", "short", "s", "ops", "none"), panel["title"]
+        steps = defaults.get("thresholds", {}).get("steps")
+        assert steps is None or steps[0]["value"] is None, "Grafana wants a colour below the first bound"
+    assert all(a["datasource"] == chosen for a in model["annotations"]["list"])
+
+
+def test_a_change_of_size_is_no_crash_loop() -> None:
+    [alert] = [alert for alert in ALERTS if alert.name == "GoodputCrashLoop"]
+    assert "kind!='resized'" in alert.expr
+
+
 @needs_promtool
 def test_promtool_accepts_the_rules_and_every_expression_of_the_dashboard(tmp_path: Path) -> None:
     assert f"{len(ALERTS)} rules found" in promtool("check", "rules", str(MONITORING / RULES_FILE))

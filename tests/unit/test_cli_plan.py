@@ -116,6 +116,9 @@ def test_a_run_is_planned_from_the_ledger_in_its_folder(tmp_path: Path) -> None:
     for segment in ledger.to_segments():
         (folder / segment.name).write_bytes(segment.data)
     args = ["--from-run", str(tmp_path / "run"), "--stall", "1", "--latency", "5"]
+    with pytest.raises(GoodputError, match=r"too short to plan from: it has 300 s and 2 saves.*--restart"):
+        run(*args)
+    args += ["--restart", "30"]
     body = json.loads(run(*args, "--json"))
     assert body["inputs"]["gpus"] == 2
     assert body["inputs"]["evidence"]["failures"] == 1
@@ -152,7 +155,8 @@ def test_a_folder_without_a_ledger_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        ('{"format":"ray_goodput.ledger","version":1,"segment":0,"target_world":2}\n{"event":"comm', "Line 2"),
+        ('{"format":"ray_goodput.ledger","version":1,"segment":0,"target_world":2}\n{"event":"comm\n', "Line 2"),
+        ('{"format":"ray_goodput.ledger","version":1,"segment":0,"target_world":2}\n{"event":"comm', "cut off"),
         ('{"format":"ray_goodput.ledger","version":9,"segment":0,"target_world":2}\n', "version 9"),
         ('{"format":"ray_goodput.ledger","version":1,"segment":3,"target_world":2}\n', "Segment 0"),
     ],

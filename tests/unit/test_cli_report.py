@@ -63,7 +63,9 @@ def test_json_has_the_reports_own_keys_and_more(run: Path) -> None:
     own = scripted_ledger().report().to_dict()
     assert {name: body[name] for name in own}.keys() == own.keys()
     assert body["buckets_s"] == pytest.approx(own["buckets_s"])
+    costs = [incident.pop("cost") for incident in body["incidents"]]
     assert body["incidents"] == own["incidents"]
+    assert costs == [pytest.approx(incident["gpu_s"] / 3600 * 2) for incident in own["incidents"]]
     assert body["uri"].endswith("llm-1")
     assert body["checkpoints"]["saves"] == 29 and body["checkpoints"]["newest_step"] == 1500
     assert body["next"]["levers"][0]["gain"] > 0 and body["next"]["best_goodput"] >= body["next"]["goodput"]

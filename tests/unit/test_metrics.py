@@ -53,7 +53,13 @@ def test_names_have_base_units_and_no_name_is_used_twice() -> None:
 def test_every_metric_has_a_value_and_labels_are_bounded() -> None:
     found = list(samples(figures(incidents=30)))
     assert {s.metric.name for s in found} == set(METRICS)
-    assert {s.label for s in found} <= {"", *(b.label for b in Bucket), *(k.value for k in FailureKind)}
+    assert {s.label for s in found} <= {
+        "",
+        "driver",
+        "resized",
+        *(b.label for b in Bucket),
+        *(k.value for k in FailureKind),
+    }
     assert len({(s.metric.name, s.label) for s in found}) == len(found)
 
 

@@ -9,6 +9,7 @@ import math
 import pytest
 
 from journal_pages import Stretch, page, steps
+from ray_goodput.cli.plan_text import next_step
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.reliability import YEAR_S, Tier
 from ray_goodput.errors import ConfigError, StorageError
@@ -361,6 +362,49 @@ def test_a_plan_from_a_run_uses_its_own_figures_and_says_so() -> None:
     assert plan.inputs.sources["stall_s"] == "mean over 6 saves"
     assert "1 failure in" in plan.inputs.sources["failures_per_gpu_year"]
     assert plan.measured is not None
+
+
+def test_a_short_run_is_said_to_be_too_short_and_gives_no_advice() -> None:
+    ledger = a_run()
+    report = ledger.report().to_dict() | {"wall_s": 599.0}
+    with pytest.raises(
+        ConfigError, match=r"too short to plan from: it has 599 s and 6 saves, advice needs 600 s and 5"
+    ):
+        plan_from_run(report, lines(ledger))
+    few = [line for line in lines(a_run()) if b'"commit","step":4' not in line and b'"commit","step":5' not in line]
+    with pytest.raises(ConfigError, match=r"too short to plan from: it has \d+ s and 4 saves"):
+        plan_from_run(a_run().report().to_dict(), few)
+    assert plan_from_run(report, few, stall_s=1.0, latency_s=5.0, restart_s=30.0).inputs.stall_s == 1.0
+
+
+def test_what_the_data_cannot_carry_is_not_recommended() -> None:
+    """A short interval pays if it fails often, and costs if it fails rarely: without failures nobody knows which."""
+    job = {"gpus": 1000, "days": 10.0, "stall_s": 20.0, "latency_s": 20.0, "restart_s": 0.0, "interval_s": 3600.0}
+    known = make_plan(PlanInputs(**job, failures_per_gpu_year=4.0))
+    assert known.interval_gain > 1e-3 and "save each" in next_step(known)
+    evidence = Evidence(failures=0, gpu_years=0.0, prior_per_gpu_year=4.0)
+    guessed = make_plan(PlanInputs(**job, failures_per_gpu_year=4.0, evidence=evidence))
+    assert guessed.best.exact - guessed.chosen.exact == known.best.exact - known.chosen.exact
+    assert guessed.interval_gain < 0 and "save each" not in next_step(guessed)
+    for lever in guessed.levers:
+        assert lever.sure_gain <= lever.gain
+        assert lever.name not in next_step(guessed) or lever.sure_gain > 0
+
+
+def test_stall_and_latency_told_with_the_commits_are_exact() -> None:
+    report = a_run().report().to_dict()
+    told = [line.replace(b'"commit",', b'"commit","stall_s":1.5,"latency_s":7.25,') for line in lines(a_run())]
+    measured = measure_run(report, told)
+    assert (measured.stall_s, measured.latency_s) == (1.5, 7.25)
+    assert measured.sources["latency_s"] == "median of 6 commits"
+
+
+def test_a_change_of_size_is_no_failure() -> None:
+    ledger = a_run()
+    report = ledger.report().to_dict()
+    report["incidents"][0]["kind"] = "resized"
+    measured = measure_run(report, lines(ledger))
+    assert measured.failures == 0 and "no failure yet" in measured.sources["restart_s"]
 
 
 def test_what_is_given_beats_what_was_measured() -> None:
