@@ -103,7 +103,8 @@ def _die_and_go_on(inner: ObjectStore, n: int, moment: str, expected: GoodputRep
         if number == n:
             raise Died
 
-    dying, clock = FaultyStore(inner, **{moment: strike}), ManualClock(at_s=STARTED_AT)
+    dying = FaultyStore(inner, before=strike) if moment == "before" else FaultyStore(inner, after=strike)
+    clock = ManualClock(at_s=STARTED_AT)
     told, number = (0.0, 0), -1
     try:
         books = opened(dying, clock)
