@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from servers import JuiceFSGateway
+
+
+def pytest_configure() -> None:
+    """SIGTERM, as from `timeout` or a cancelled job, ends the tests as Ctrl-C does: fixtures stop what they started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
