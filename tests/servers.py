@@ -66,7 +66,14 @@ class JuiceFSGateway:
         if not (self._root / "meta.db").exists():
             data = f"{self._root}/data/"
             self._run("format", "--storage", "file", "--bucket", data, "--trash-days", "0", self._meta, self.bucket)
-        command = [_juicefs(), "gateway", self._meta, f"127.0.0.1:{self._port}", "--no-banner", "--no-usage-report"]
+        command = [
+            juicefs_program(),
+            "gateway",
+            self._meta,
+            f"127.0.0.1:{self._port}",
+            "--no-banner",
+            "--no-usage-report",
+        ]
         command += ["--no-bgjob", "--backup-meta", "0", "--metrics", "127.0.0.1:0", "--buffer-size", "100M"]
         command += ["--cache-dir", f"{self._root}/cache", "--log", f"{self._root}/gateway.log"]
         command += ["--keep-etag"] if self._keep_etag else []
@@ -123,7 +130,7 @@ class JuiceFSGateway:
             time.sleep(0.02)
 
     def _run(self, *arguments: str) -> None:
-        done = subprocess.run([_juicefs(), *arguments], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([juicefs_program(), *arguments], capture_output=True, text=True, timeout=30)
         if done.returncode:
             raise RuntimeError(f"juicefs {arguments[0]} failed:\n{done.stderr[-2000:]}")
 
@@ -180,7 +187,8 @@ def s3_client(server: JuiceFSGateway | MotoServer) -> Any:
     )
 
 
-def _juicefs() -> str:
+def juicefs_program() -> str:
+    """The path of JuiceFS's program."""
     beside_python = Path(sys.executable).with_name("juicefs")
     found = str(beside_python) if beside_python.exists() else shutil.which("juicefs")
     if not found:

@@ -9,6 +9,7 @@ with the `ShardCache` actor that owns it.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from ray_goodput.actors.shard_feed import Admission, Delivery
+from ray_goodput.data import governors
 from ray_goodput.data.cache import NodeCache
 from ray_goodput.errors import GoodputError
 
@@ -40,6 +42,7 @@ class PrefetchActor:
         self._actor = cache_actor
         self._dataset = dataset
         self._root = Path(root)
+        self._id = secrets.token_hex(8)
         self._fetcher: ShardFetcher | None = None
         self._ranking: Mapping[str, float] = {}
         self._ranking_mono_s = float("-inf")
@@ -57,6 +60,7 @@ class PrefetchActor:
             return Delivery(number=number, data_shard=data_shard)
         fetcher = self._open()
         self._refresh_ranking()
+        self._take_shares()
         before = fetcher.cache.stats
         error = ""
         try:
@@ -83,6 +87,12 @@ class PrefetchActor:
             self._fetcher = fetcher = spec.fetcher(cache)
             return fetcher
         return self._fetcher
+
+    def _take_shares(self) -> None:
+        """The node's actor keeps the rate of its requests; a refusal here slows this process at once, all others with
+        their next shard."""
+        shares: Any = ray.get(self._actor.request_shares.remote(self._id, governors.take_records()))
+        governors.set_shares(shares)
 
     def _refresh_ranking(self) -> None:
         """Asked beforehand, not when room is short: the cache's lock is held then, and the actor may want it too."""

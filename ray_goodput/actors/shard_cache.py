@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,14 @@ from ray_goodput.actors.names import NAMESPACE, shard_cache_name
 from ray_goodput.actors.shard_feed import Admission, Delivery, FeedStats, ShardFeed
 from ray_goodput.config import environment
 from ray_goodput.core.placement import AnyOrder
+from ray_goodput.core.request_rate import RequestRecord
+from ray_goodput.data import governors
 from ray_goodput.data.cache import CacheStats, NodeCache
 from ray_goodput.data.feed import FeedSpec, next_uses
 from ray_goodput.data.mixture_feed import AnyFetchSpec, MixtureFetcher
 from ray_goodput.data.shard_fetcher import ShardFetcher
 from ray_goodput.errors import DataError
+from ray_goodput.storage.governor import RequestCounts
 
 if TYPE_CHECKING:
     from ray_goodput.data.mixture_manifest import AnyManifest
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_CONCURRENCY = 32
+_POOL_FORGOTTEN_S = 30.0
 
 
 class UnknownDatasetError(DataError):
@@ -37,10 +42,11 @@ class UnknownDatasetError(DataError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCacheStats:
-    """The node's cache as its actor sees it. `counts` are those of this actor's life, with its pools'."""
+    """The node's cache as its actor sees it. All counts are those of this actor's life, with its pools'."""
 
     counts: CacheStats
     usage_bytes: int
+    requests: RequestCounts = field(default_factory=RequestCounts)
     feeds: Mapping[str, FeedStats] = field(default_factory=dict)
 
 
@@ -62,6 +68,8 @@ class ShardCache:
         self._feeds: dict[str, ShardFeed] = {}
         self._num_feeds = 0
         self._past = CacheStats()
+        self._pools_asked_mono_s: dict[str, float] = {}
+        self._pool_requests = RequestCounts()
         NodeCache(self.root).open()
 
     def run_pool(self, name: str, feed_id: int, numbers: range) -> Iterator[Delivery]:
@@ -176,6 +184,24 @@ class ShardCache:
             return Admission.STOP, -1
         return feed.admit(number)
 
+    def request_shares(self, pool_actor: str, records: Mapping[str, list[RequestRecord]]) -> dict[str, int]:
+        """For a pool actor: how many requests it may have under way to each server, and here is what became of its last.
+
+        The node's rates are kept here. Its pool actors share them evenly; those that have not asked for a while count
+        no more. Fetches of this process itself come on top: somebody waits for them.
+        """
+        governors.note_records(records)
+        now = time.monotonic()
+        with self._mutex:
+            for of_server in records.values():
+                self._pool_requests += RequestCounts.of(of_server)
+            self._pools_asked_mono_s[pool_actor] = now
+            gone = [key for key, at in self._pools_asked_mono_s.items() if now - at > _POOL_FORGOTTEN_S]
+            for key in gone:
+                del self._pools_asked_mono_s[key]
+            sharers = len(self._pools_asked_mono_s)
+        return {server: max(1, allowed // sharers) for server, allowed in governors.concurrencies().items()}
+
     def fetch_spec(self, name: str) -> AnyFetchSpec:
         """For a pool actor: how to fetch the dataset."""
         return self._dataset(name).spec
@@ -193,7 +219,9 @@ class ShardCache:
             for feed in self._feeds.values():
                 counts += feed.counts
             feeds = {name: feed.stats() for name, feed in self._feeds.items()}
-        return ShardCacheStats(counts=counts, usage_bytes=NodeCache(self.root).usage_bytes(), feeds=feeds)
+            requests = self._pool_requests + governors.request_counts()
+        usage_bytes = NodeCache(self.root).usage_bytes()
+        return ShardCacheStats(counts=counts, usage_bytes=usage_bytes, requests=requests, feeds=feeds)
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """All feeds have ended; False if one needed longer than `timeout_s`."""

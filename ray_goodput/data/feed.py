@@ -10,6 +10,7 @@ from ray_goodput.config import StoreSpec
 from ray_goodput.core.order import SampleOrder
 from ray_goodput.core.placement import AnyOrder, live_set, live_set_bytes, shard_visits
 from ray_goodput.data.cache import NodeCache
+from ray_goodput.data.governors import governor_for
 from ray_goodput.data.lookahead import LookAhead, first_needs
 from ray_goodput.data.manifest import Manifest
 from ray_goodput.data.shard_fetcher import ShardFetcher, TableFormat
@@ -49,6 +50,7 @@ class FetchSpec:
     prefetch_shards: int
     cache_limit_bytes: int | None
     pin: bool
+    hedge_after_s: float | None = None
 
     @classmethod
     def of(cls, dataset: ShardedDataset, manifest: AnyManifest) -> FetchSpec:
@@ -67,6 +69,7 @@ class FetchSpec:
             prefetch_shards=dataset.prefetch_shards,
             cache_limit_bytes=dataset.cache_limit_bytes,
             pin=dataset.on_change == "fail",
+            hedge_after_s=dataset.hedge_after_s,
         )
 
     def open_manifest(self) -> Manifest:
@@ -74,11 +77,15 @@ class FetchSpec:
         return Manifest.from_bytes(self.manifest)
 
     def fetcher(self, cache: NodeCache, manifest: AnyManifest | None = None) -> ShardFetcher:
-        """A fetcher with a store of its own, opened here: stores survive neither a fork nor a pickle."""
+        """A fetcher with a store of its own, opened here: stores survive neither a fork nor a pickle.
+
+        Its requests count against this process's rate for that store (`governor_for`).
+        """
         from ray_goodput.storage import open_store
 
         manifest = manifest if isinstance(manifest, Manifest) else self.open_manifest()
-        return ShardFetcher(manifest, open_store(self.store), self.format, cache, self.columns, pin=self.pin)
+        store = open_store(self.store, governor_for(self.store, hedge_after_s=self.hedge_after_s))
+        return ShardFetcher(manifest, store, self.format, cache, self.columns, pin=self.pin)
 
     def order(self, manifest: AnyManifest) -> SampleOrder:
         """The order of samples; the same as the dataset's."""

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ray_goodput.config import StoreSpec, environment
 from ray_goodput.core.order import MAX_SEED, TAG_FILES, TAG_TRANSFORM, Int64Array, permutation, philox
 from ray_goodput.data.cache import NodeCache
+from ray_goodput.data.governors import governor_for
 from ray_goodput.data.manifest import Manifest, list_matching
 from ray_goodput.data.patterns import split_glob
 from ray_goodput.data.shard_fetcher import ShardFetcher
@@ -292,7 +293,7 @@ def _open_store(spec: StoreSpec) -> ObjectStore:
     if _forked and spec.uri.lower().startswith(("s3://", "s3a://")) and "filesystem" not in spec.options:
         from ray_goodput.storage.fsspec_store import FsspecStore
 
-        return FsspecStore(spec.uri, options=dict(spec.options))
+        return FsspecStore(spec.uri, options=dict(spec.options), governor=governor_for(spec))
     from ray_goodput.storage import open_store
 
-    return open_store(spec)
+    return open_store(spec, governor_for(spec))

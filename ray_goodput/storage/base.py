@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
+from ray_goodput.core.request_rate import RequestFate
 from ray_goodput.errors import (
     ObjectChangedError,
     ObjectNotFoundError,
@@ -13,6 +14,7 @@ from ray_goodput.errors import (
     StorageError,
     UploadError,
 )
+from ray_goodput.storage.governor import Attempt, RequestGovernor
 from ray_goodput.storage.protocol import ObjectInfo
 from ray_goodput.storage.retry import CallFailed, Fault, Retrier, classify
 
@@ -20,11 +22,15 @@ T = TypeVar("T")
 
 
 class BaseStore:
-    """Base of the stores in this folder; see `ObjectStore` for the contract."""
+    """Base of the stores in this folder; see `ObjectStore` for the contract.
 
-    def __init__(self, uri: str, retrier: Retrier) -> None:
+    governor: reads go through it, one request at a time; None: as many as there are callers.
+    """
+
+    def __init__(self, uri: str, retrier: Retrier, governor: RequestGovernor | None = None) -> None:
         self._uri = uri.rstrip("/") if uri.strip("/") else uri
         self._retrier = retrier
+        self._governor = governor
         self._pid = os.getpid()
 
     @property
@@ -49,6 +55,14 @@ class BaseStore:
             return self._retrier.call(f"{op} of {where}", attempt, self._classify)
         except CallFailed as failed:
             raise self._translate(op, where, failed) from failed.error
+
+    def _asked(self, attempt: Attempt[T]) -> T:
+        """One request for reading, when it is its turn."""
+        return attempt(_ignored) if self._governor is None else self._governor.request(attempt, self._fate)
+
+    def _fate(self, error: Exception) -> RequestFate:
+        """What an error says about the load of the store."""
+        return RequestFate.LOST if classify(error) is Fault.TRANSIENT else RequestFate.ANSWERED
 
     def _classify(self, error: Exception) -> Fault:
         return classify(error)
@@ -84,3 +98,7 @@ class BaseStore:
         return StorageError(
             f"{self._uri.rstrip('/')}/{key} ends early: {length} bytes from offset {start} were asked for, {got} came."
         )
+
+
+def _ignored() -> None:
+    """Nobody asks when the answer began."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ray_goodput.core.request_rate import RequestFate
 from ray_goodput.errors import ConfigError, ObjectChangedError, StorageError, UploadError
 from ray_goodput.storage import cloud_errors
 from ray_goodput.storage.base import BaseStore
 from ray_goodput.storage.cloud_options import S3Options
 from ray_goodput.storage.cloud_transfer import MIB, RANGE_BYTES, download, memory_pieces, part_bytes_of
+from ray_goodput.storage.governor import RequestGovernor
 from ray_goodput.storage.keys import check_key, folder_of, join
 from ray_goodput.storage.local import file_pieces, local_error
 from ray_goodput.storage.protocol import ObjectInfo
@@ -42,10 +44,11 @@ class CloudStore(BaseStore):
         part_bytes: int = 16 * MIB,
         max_concurrency: int = 8,
         request_timeout_s: float = 60.0,
+        governor: RequestGovernor | None = None,
     ) -> None:
         self._bucket, self._root = _split(uri)
         policy = retry or RetryPolicy()
-        super().__init__(uri, Retrier(policy))
+        super().__init__(uri, Retrier(policy), governor)
         self._options = S3Options.parse(options or {})
         self._part_bytes = part_bytes
         self._max_concurrency = max_concurrency
@@ -59,10 +62,18 @@ class CloudStore(BaseStore):
         self._client = client(policy.attempts)
         # For create-only writes: a repetition hidden in the client would meet the object of its own first try.
         self._client_once = client(1)
+        # Under a governor no repetition may be hidden either: it has to see every refusal, and each waits for its turn.
+        self._reader = self._client if governor is None else self._client_once
 
     def get(self, key: str) -> bytes:
         path = self._path(key)
-        return self._call("get", key, lambda: bytes(self._client.get(path).bytes()))
+
+        def read(answered: Callable[[], None]) -> bytes:
+            result = self._reader.get(path)
+            answered()
+            return bytes(result.bytes())
+
+        return self._call("get", key, lambda: self._asked(read))
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         path = self._path(key)
@@ -72,7 +83,7 @@ class CloudStore(BaseStore):
 
         def read() -> bytes:
             try:
-                data = bytes(self._client.get_range(path, start=start, length=length))
+                data = self._asked(lambda _: bytes(self._reader.get_range(path, start=start, length=length)))
             except Exception as error:
                 if cloud_errors.status(error) == 416:
                     raise self._short(key, start, length, 0) from error
@@ -274,8 +285,14 @@ class CloudStore(BaseStore):
         options: dict[str, Any] = {"range": (start, end)}
         if etag is not None and not etag.startswith(_STAND_IN):
             options["if_match"] = etag
+
+        def read(answered: Callable[[], None]) -> tuple[Mapping[str, Any], memoryview]:
+            result = self._reader.get(path, options=options)
+            answered()
+            return result.meta, memoryview(result.bytes())
+
         try:
-            result = self._client.get(path, options=options)
+            meta, data = self._asked(read)
         except Exception as error:
             number = cloud_errors.status(error)
             if number not in (412, 416):
@@ -284,12 +301,16 @@ class CloudStore(BaseStore):
             if number == 416 and start == 0 and info.size_bytes == 0:
                 return memoryview(b""), info
             raise self._changed(key, etag or f"of an object of more than {start} bytes", info) from error
-        info = _info(key, result.meta)
-        data = memoryview(result.bytes())
+        info = _info(key, meta)
         wanted = min(end, info.size_bytes) - start
         if len(data) != wanted:
             raise StorageError(f"{self.uri}/{key}: {wanted} bytes from offset {start} asked for, {len(data)} came.")
         return data, info
+
+    def _fate(self, error: Exception) -> RequestFate:
+        if cloud_errors.fault_of(error) is not Fault.TRANSIENT:
+            return RequestFate.ANSWERED
+        return RequestFate.LOST if cloud_errors.status(error) is None else RequestFate.REFUSED
 
     def _classify(self, error: Exception) -> Fault:
         fault = cloud_errors.fault_of(error)

@@ -12,6 +12,7 @@ from typing import Any
 from ray_goodput.errors import ConfigError, UploadError
 from ray_goodput.storage.base import BaseStore
 from ray_goodput.storage.disk import is_tmp, tmp_path
+from ray_goodput.storage.governor import RequestGovernor
 from ray_goodput.storage.keys import check_key, folder_of, join
 from ray_goodput.storage.local import file_pieces, local_error
 from ray_goodput.storage.protocol import ObjectInfo
@@ -37,6 +38,7 @@ class FsspecStore(BaseStore):
         options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
         retry: RetryPolicy | None = None,
+        governor: RequestGovernor | None = None,
     ) -> None:
         self._fs = _as_fsspec(filesystem) if filesystem is not None else _open_filesystem(uri, dict(options or {}))
         self._root = str(self._fs._strip_protocol(uri)).rstrip("/")
@@ -44,11 +46,11 @@ class FsspecStore(BaseStore):
         # Without it pyarrow's wrapper reads a range that starts at 0 from a stream that cannot seek.
         self._read_options = {"seekable": True} if "arrow" in type(self._fs).__module__ else {}
         self._direct = not _OBJECT_STORES.isdisjoint(protocols)
-        super().__init__(uri, Retrier(retry or RetryPolicy()))
+        super().__init__(uri, Retrier(retry or RetryPolicy()), governor)
 
     def get(self, key: str) -> bytes:
         path = self._path(key)
-        return self._call("get", key, lambda: self._read(path, None, None))
+        return self._call("get", key, lambda: self._asked(lambda _: self._read(path, None, None)))
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         path = self._path(key)
@@ -63,7 +65,7 @@ class FsspecStore(BaseStore):
                 raise self._short(key, start, length, len(data))
             return data
 
-        return self._call("get_range", key, read)
+        return self._call("get_range", key, lambda: self._asked(lambda _: read()))
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         path, content = self._path(key), bytes(data)
@@ -116,7 +118,7 @@ class FsspecStore(BaseStore):
                 raise self._short(key, 0, info.size_bytes, done)
             return info
 
-        return self._call("download", key, download)
+        return self._call("download", key, lambda: self._asked(lambda _: download()))
 
     def head(self, key: str) -> ObjectInfo:
         path = self._path(key)

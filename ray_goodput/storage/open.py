@@ -8,13 +8,14 @@ from urllib.parse import unquote, urlsplit
 from ray_goodput.config import StoreSpec
 from ray_goodput.errors import ConfigError
 from ray_goodput.gates import drills_folder
+from ray_goodput.storage.governor import RequestGovernor
 from ray_goodput.storage.protocol import ObjectStore
 
 _CLOUD_SCHEMES = ("s3", "s3a")
 
 
-def open_store(spec: StoreSpec) -> ObjectStore:
-    """A store for the root `spec.uri`.
+def open_store(spec: StoreSpec, governor: RequestGovernor | None = None) -> ObjectStore:
+    """A store for the root `spec.uri`; reads that cross the network go through `governor`, if one is given.
 
     `s3://` goes to `CloudStore` (obstore); a local path or `file://` to `LocalStore`; any other URL that
     fsspec knows (`gs://`, `az://`, `memory://`, ...) to `FsspecStore`. A file system object that is already open can
@@ -39,7 +40,7 @@ def _open(spec: StoreSpec) -> ObjectStore:
     if options.get("filesystem") is not None:
         from ray_goodput.storage.fsspec_store import FsspecStore
 
-        return FsspecStore(spec.uri, filesystem=options.pop("filesystem"))
+        return FsspecStore(spec.uri, filesystem=options.pop("filesystem"), governor=governor)
     scheme, separator, _ = spec.uri.partition("://")
     if not separator or scheme == "file":
         from ray_goodput.storage.local import LocalStore
@@ -50,10 +51,10 @@ def _open(spec: StoreSpec) -> ObjectStore:
     if scheme.lower() in _CLOUD_SCHEMES:
         from ray_goodput.storage.cloud import CloudStore
 
-        return CloudStore(spec.uri, options)
+        return CloudStore(spec.uri, options, governor=governor)
     from ray_goodput.storage.fsspec_store import FsspecStore
 
-    return FsspecStore(spec.uri, options=options)
+    return FsspecStore(spec.uri, options=options, governor=governor)
 
 
 def local_path(uri: str) -> Path:

@@ -17,6 +17,7 @@ from ray_goodput.actors.shard_feed import Admission, Delivery
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.order import SampleOrder
 from ray_goodput.core.placement import shard_visits
+from ray_goodput.core.request_rate import RequestFate, RequestRecord
 from ray_goodput.data.feed import FeedSpec, FetchSpec
 from ray_goodput.data.lookahead import first_needs
 from ray_goodput.data.shard_fetcher import Fetched
@@ -244,3 +245,15 @@ def test_next_uses_name_what_is_needed_soon_over_all_datasets(cache: ShardCache)
     assert [f"{shard:032x}" for shard in coming()[:SHARDS]] == sorted(uses, key=lambda name: uses[name])
     cache.begin("eval", spec_of(), FeedSpec(start=200, dp_ranks=(0,), dp_world=1, epochs=None), attempt=1)
     assert min(cache.next_uses().values()) == 0
+
+
+def test_pool_actors_share_the_nodes_request_rate_and_a_refusal_to_one_slows_all(cache: ShardCache) -> None:
+    server = "s3://a-bucket-of-this-test at "
+    before = cache.stats().requests.refused
+    alone = cache.request_shares("a", {server: []})[server]
+    both = cache.request_shares("b", {})[server]
+    assert both == alone // 2
+    refused = RequestRecord(fate=RequestFate.REFUSED, began_mono_s=1.0, ended_mono_s=2.0)
+    assert cache.request_shares("a", {server: [refused]})[server] == both // 2
+    assert cache.request_shares("b", {})[server] == both // 2
+    assert cache.stats().requests.refused == before + 1
