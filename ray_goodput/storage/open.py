@@ -25,7 +25,7 @@ def open_store(spec: StoreSpec, governor: RequestGovernor | None = None) -> Obje
     Raises:
         ConfigError: the URI is empty or malformed, or an option is unknown; the message names it.
     """
-    store = _open(spec)
+    store = _open(spec, governor)
     if drills_folder() is None:
         return store
     from ray_goodput.storage.faults import behind_gates
@@ -33,7 +33,7 @@ def open_store(spec: StoreSpec, governor: RequestGovernor | None = None) -> Obje
     return behind_gates(store)
 
 
-def _open(spec: StoreSpec) -> ObjectStore:
+def _open(spec: StoreSpec, governor: RequestGovernor | None) -> ObjectStore:
     if not spec.uri:
         raise ConfigError("The storage URI is empty: give s3://bucket/prefix, another fsspec URL, or a local path.")
     options = dict(spec.options)
