@@ -185,7 +185,7 @@ class ShardCache:
         return feed.admit(number)
 
     def request_shares(self, pool_actor: str, records: Mapping[str, list[RequestRecord]]) -> dict[str, int]:
-        """For a pool actor: how many requests it may have under way to each server; `records` are of those that are over.
+        """For a pool actor: how many requests it may have under way, by server; `records` are of those that are over.
 
         The node's rates are kept here. Its pool actors share them evenly; those that have not asked for a while count
         no more. Fetches of this process itself come on top: somebody waits for them.
