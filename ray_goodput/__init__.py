@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ray_goodput.config import CheckpointConfig as CheckpointConfig
     from ray_goodput.config import FailureBudget as FailureBudget
     from ray_goodput.config import MlflowConfig as MlflowConfig
+    from ray_goodput.config import WatchdogConfig as WatchdogConfig
     from ray_goodput.data.dataset import ShardedDataset as ShardedDataset
     from ray_goodput.data.file_dataset import DataFile as DataFile
     from ray_goodput.data.file_dataset import FileDataset as FileDataset
@@ -51,6 +52,7 @@ _HOME = {
     "StorageReader": "ray_goodput.checkpoint.storage_reader",
     "StorageWriter": "ray_goodput.checkpoint.writer",
     "TokenFormat": "ray_goodput.data.formats",
+    "WatchdogConfig": "ray_goodput.config",
     "latest_complete": "ray_goodput.checkpoint.folders",
     "session": "ray_goodput.train.session",
 }

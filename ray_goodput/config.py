@@ -113,6 +113,38 @@ class FailureBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WatchdogConfig:
+    """When a run that no longer moves is taken for hung; what hangs is killed, and the run goes on from its newest
+    state.
+
+    hang_after_s: without progress for longer than this, or `times_p99_step` times the 99th percentile of the run's
+        step times if that is longer, a rank is hung. A rank whose process is stopped (SIGSTOP) is hung after
+        `hang_after_s` whatever its steps take. None: nothing is ever taken for hung. It doubles with each hang in a
+        row that no new step came after, so that a slow stretch of an unknown kind does not end a run.
+    first_step_after_s: the same for the first step of an attempt, which may compile, and for a process that gives no
+        sign of life while it starts or restores.
+    actor_silent_after_s: a vault, shard cache or coordinator that answers no ping for this long is killed, and
+        started again by Ray while training goes on. None: never.
+
+    Waiting for data, saving, restoring and evaluating (`run.evaluate_batches`, `run.measure("eval")`) are no hangs,
+    however long they take. Other long work between two steps should stand in `run.measure("other")`.
+    """
+
+    hang_after_s: float | None = 60.0
+    times_p99_step: float = 10.0
+    first_step_after_s: float = 1800.0
+    actor_silent_after_s: float | None = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("hang_after_s", "actor_silent_after_s", "first_step_after_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"WatchdogConfig({name}={value}): the seconds must be above 0.")
+        if not self.times_p99_step >= 1:
+            raise ConfigError(f"WatchdogConfig(times_p99_step={self.times_p99_step}): must be at least 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MlflowConfig:
     """Where a run shows up in MLflow: one MLflow run, whatever restarts and however many drivers it takes.
 

@@ -15,8 +15,10 @@ from ray_goodput.actors.commits import CommitLog
 from ray_goodput.actors.ledger_store import LedgerStore
 from ray_goodput.actors.metrics_store import MetricsStore
 from ray_goodput.actors.metrics_tail import MetricsNews, MetricsTail
+from ray_goodput.actors.progress_watch import ProgressWatch
 from ray_goodput.actors.save_times import SaveTimes
 from ray_goodput.clock import Clock
+from ray_goodput.config import WatchdogConfig
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
 from ray_goodput.core.run_state import HeartbeatAnswer, Resume, RunStatus, WorkerInfo
 from ray_goodput.errors import GoodputError
@@ -54,6 +56,7 @@ class RunCoordinator:
         run_started_at: float | None = None,
         keep_last: int = 3,
         keep_every: int | None = None,
+        watchdog: WatchdogConfig | None = None,
     ) -> None:
         self._run = run
         self._clock = clock
@@ -61,6 +64,7 @@ class RunCoordinator:
         self._ledger = LedgerStore(store=store, clock=clock, target_world=target_world)
         self._metrics = MetricsStore(store=store, clock=clock)
         self._tail = MetricsTail(life=clock.at_s())
+        self.watch = ProgressWatch(clock, watchdog or WatchdogConfig())
         self._run_started_at = clock.at_s() if run_started_at is None else run_started_at
         self._lock = threading.Lock()
         self._attempt = 0
@@ -110,8 +114,18 @@ class RunCoordinator:
             self._attempt += 1
             self._workers = workers
             attempt = self._attempt
+        self.watch.begin(attempt, workers)
         self._ledger.attempt_started(attempt, len(workers))
         return attempt
+
+    def group_lives(self, workers: Sequence[WorkerInfo]) -> None:
+        """Said again and again by the controller: a coordinator that was restarted does not know the processes."""
+        with self._lock:
+            if self._workers or self._attempt < 1:
+                return
+            self._workers = tuple(workers)
+            attempt = self._attempt
+        self.watch.begin(attempt, workers)
 
     def join_attempt(self, workers: Sequence[WorkerInfo]) -> int:
         """The attempt these processes belong to, from rank 0; a new one if the controller could not announce them."""
@@ -127,15 +141,28 @@ class RunCoordinator:
         """Time a rank spent since its last heartbeat."""
         self._heard_of(attempt)
         with self._lock:
-            drain = self._draining
+            drain, replaced = self._draining, attempt < self._attempt
             for step, values in metrics:
                 self._history[step] = values
                 self._step = max(self._step, step) if attempt == self._attempt else self._step
             while len(self._history) > _MAX_HISTORY:
                 self._history.pop(next(iter(self._history)))
+        self.watch.take(page)
         self._metrics.add(attempt, metrics)
         self._tail.add(attempt, self._clock.at_s(), metrics)
-        return HeartbeatAnswer(self._ledger.add_page(page), drain)
+        return HeartbeatAnswer(self._ledger.add_page(page), drain, replaced)
+
+    def unwatched(self, attempt: int, world_rank: int) -> None:
+        """A rank's journal cannot be written any more: from now on its silence means nothing."""
+        self.watch.leave_out(attempt, world_rank)
+
+    def hang_found(self, attempt: int) -> None:
+        """The attempt hangs; its ranks' time since their last progress was lost to it."""
+        self._ledger.hung(attempt)
+
+    def stuck_ranks(self) -> tuple[int, ...]:
+        """World ranks that hang and may still be there: the controller ends them if their node does not."""
+        return self.watch.stuck()
 
     def request_drain(self) -> None:
         """All ranks save at one of their next steps and leave their loops; told to them by their heartbeats."""
@@ -151,6 +178,10 @@ class RunCoordinator:
         with self._lock:
             attempt = self._attempt
             self._gave_up = None if retry else reason
+        hang = self.watch.hang(attempt)
+        if hang is not None:  # that a process was killed is only what came of it
+            kind, message, ranks = "hang", hang.reason, hang.culprits
+        self.watch.end()
         self._ledger.attempt_ended(attempt, kind, ranks=ranks, reason=message)
 
     def group_down(self) -> None:
@@ -158,6 +189,7 @@ class RunCoordinator:
         with self._lock:
             attempt, self._workers = self._attempt, ()
             outcome = "stopped" if self._draining else "finished"
+        self.watch.end()
         self._ledger.attempt_ended(attempt, outcome)
         self._ledger.group_down(attempt)
 

@@ -7,10 +7,11 @@ behind.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import psutil
@@ -28,19 +29,23 @@ from ray_goodput.actors.names import (
     slots_dirs,
     vault_name,
 )
-from ray_goodput.actors.remote import RemoteProxy
+from ray_goodput.actors.process_look import RankLook
+from ray_goodput.actors.remote import CONTROL, RemoteProxy, with_control_threads
 from ray_goodput.actors.spec import RunSpec
 from ray_goodput.actors.vault import CheckpointVault
+from ray_goodput.actors.watchdog import Watchdog
 from ray_goodput.clock import SystemClock
 from ray_goodput.config import environment
+from ray_goodput.core.run_state import HeartbeatAnswer
 from ray_goodput.errors import RunInUseError, StorageError
+from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.storage import open_store
 
 logger = logging.getLogger(__name__)
 
 _IMMORTAL = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "namespace": NAMESPACE}
 _NICENESS = 10
-_CONTROL = "control"  # the group of threads of the calls that uploads must not delay
+_VAULT_TIMEOUT_S = 20.0
 _DEAD_DRIVER_WAIT_S = 15.0
 _MAX_PAUSE_S = 30.0
 
@@ -57,6 +62,7 @@ class _CoordinatorProcess(RunCoordinator):
             run_started_at=spec.started_at_s or None,
             keep_last=spec.checkpoint.keep_last,
             keep_every=spec.checkpoint.keep_every,
+            watchdog=spec.watchdog,
         )
         self._driver_pid = spec.driver_pid
         self._problem: StorageError | None = None
@@ -67,7 +73,15 @@ class _CoordinatorProcess(RunCoordinator):
             self._problem = error
             return
         MetricsExporter(spec.run, self.figures, lambda: self.train_run_id).start()
+        Watchdog(
+            self.watch,
+            vault=functools.partial(_vault_for_the_watchdog, spec.key),
+            store=open_store(spec.store),
+            clock=SystemClock(),
+            found=self.hang_found,
+        ).start()
 
+    @ray.method(concurrency_group=CONTROL)
     def ping(self) -> str:
         """Raises StorageError if the storage could not be read when the run began."""
         if self._problem is not None:
@@ -77,6 +91,17 @@ class _CoordinatorProcess(RunCoordinator):
     def driver_pid(self) -> int:
         """The process that called `fit`, on this node; for drills."""
         return self._driver_pid
+
+    @ray.method(concurrency_group=CONTROL)
+    def heartbeat(
+        self, attempt: int, world_rank: int, page: JournalPage, metrics: Sequence[tuple[int, dict[str, float]]]
+    ) -> HeartbeatAnswer:
+        """Taken also while a storage that is away holds every other thread: silent ranks would be taken for hung."""
+        return super().heartbeat(attempt, world_rank, page, metrics)
+
+    @ray.method(concurrency_group=CONTROL)
+    def stuck_ranks(self) -> tuple[int, ...]:
+        return super().stuck_ranks()
 
 
 class _VaultProcess(CheckpointVault):
@@ -99,10 +124,18 @@ class _VaultProcess(CheckpointVault):
             journals=journals_dir(local_dir, spec.key),
         )
 
-    @ray.method(concurrency_group=_CONTROL)
+    @ray.method(concurrency_group=CONTROL)
     def ping(self) -> str:
         """Answers also while uploads hold every other thread: a vault that is silent costs its node the run."""
         return super().ping()
+
+    @ray.method(concurrency_group=CONTROL)
+    def look(self, attempt: int, ranks: Sequence[tuple[int, int]]) -> list[RankLook]:
+        return super().look(attempt, ranks)
+
+    @ray.method(concurrency_group=CONTROL)
+    def kill(self, ranks: Sequence[tuple[int, int]]) -> list[int]:
+        return super().kill(ranks)
 
 
 class _Opens(Protocol):
@@ -136,7 +169,7 @@ def start_coordinator(spec: RunSpec) -> Any:
         StorageError: the storage cannot be read.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(_CoordinatorProcess).options(
+    actor = with_control_threads(_CoordinatorProcess).options(
         name=coordinator_name(spec.key), max_concurrency=64, scheduling_strategy=here, **_IMMORTAL
     )
     handle: Any
@@ -161,9 +194,12 @@ def start_coordinator(spec: RunSpec) -> Any:
     return handle
 
 
+def _vault_for_the_watchdog(key: str, node_id: str) -> Any:
+    return RemoteProxy(vault_name(key, node_id), timeout_s=_VAULT_TIMEOUT_S)
+
+
 def vault_class() -> Any:
-    remote: Any = ray.remote  # its overloads do not know of groups
-    return remote(concurrency_groups={_CONTROL: 2})(_VaultProcess)
+    return with_control_threads(_VaultProcess)
 
 
 def start_vault(spec: RunSpec, node_id: str) -> Any:

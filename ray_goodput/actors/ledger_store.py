@@ -105,6 +105,10 @@ class LedgerStore:
         with self._lock:
             self._ledger.resumed(attempt, step)
 
+    def hung(self, attempt: int) -> None:
+        with self._lock:
+            self._ledger.hung(attempt)
+
     def attempt_ended(self, attempt: int, outcome: str, *, ranks: Sequence[int] = (), reason: str = "") -> None:
         """The first word about an attempt's end counts."""
         if attempt < 1:

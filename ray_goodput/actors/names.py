@@ -69,3 +69,8 @@ def parse_attempt_dir(name: str) -> int | None:
 def journal_path(journals: Path, attempt: int, world_rank: int) -> Path:
     """One rank's journal in a run's folder of journals on a node (`journals_dir`)."""
     return attempt_dir(journals, attempt) / f"rank-{world_rank:05d}.journal"
+
+
+def stacks_path(journals: Path, attempt: int, world_rank: int) -> Path:
+    """Where one rank writes its stacks when it is asked for them, beside its journal."""
+    return journal_path(journals, attempt, world_rank).with_suffix(".stacks")

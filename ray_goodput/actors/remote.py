@@ -11,6 +11,17 @@ from ray.exceptions import RayError, RayTaskError
 from ray_goodput.actors.names import NAMESPACE
 from ray_goodput.errors import RunError
 
+CONTROL = "control"
+"""The group of threads of an actor for calls that its other work must not delay."""
+
+_CONTROL_THREADS = 4
+
+
+def with_control_threads(process: type) -> Any:
+    """An actor class with threads of their own for calls in the group `CONTROL`."""
+    remote: Any = ray.remote  # its overloads do not know of groups
+    return remote(concurrency_groups={CONTROL: _CONTROL_THREADS})(process)
+
 
 class RemoteProxy:
     """Blocking calls to a named actor, each bounded by `timeout_s`.

@@ -210,6 +210,10 @@ class ShardCache:
         """Content names needed soon, over all datasets, and how far ahead each is; for eviction elsewhere."""
         return next_uses([(feed.fetcher, feed.ahead) for feed in list(self._feeds.values())])
 
+    def ping(self) -> str:
+        """The folder it fills, as a sign of life."""
+        return str(self.root)
+
     def stats(self) -> ShardCacheStats:
         """The cache now."""
         with self._mutex:
@@ -278,11 +282,12 @@ def shard_cache_actor(key: str, node_id: str, *, root: str | None = None, pool_s
 
     Owned by the calling process: it goes when that one does. root: default `cache_root()` as the node sees it.
     """
-    import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from ray_goodput.actors.remote import with_control_threads
+
     return (
-        ray.remote(_ShardCacheProcess)
+        with_control_threads(_ShardCacheProcess)
         .options(
             name=shard_cache_name(key, node_id),
             namespace=NAMESPACE,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ray_goodput.actors.names import run_key
-from ray_goodput.config import CheckpointConfig, StoreSpec
+from ray_goodput.config import CheckpointConfig, StoreSpec, WatchdogConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,7 @@ class RunSpec:
     store: StoreSpec
     checkpoint: CheckpointConfig
     target_world: int
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     started_at_s: float = 0.0
     driver_pid: int = 0
 

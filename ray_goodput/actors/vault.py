@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from ray_goodput.actors.commits import CHECKPOINTS
 from ray_goodput.actors.names import parse_attempt_dir
+from ray_goodput.actors.process_look import RankLook, kill_ranks, look_at_ranks
 from ray_goodput.actors.slot_file import MappedSlot, checksum_extent, copy_extent
 from ray_goodput.checkpoint.sidecar import sidecar_path, staged_in
 from ray_goodput.core.commit import METADATA_NAME, CheckpointId, LandedSlice, ObjectRecord, StagedSlice
@@ -82,6 +83,14 @@ class CheckpointVault:
     def ping(self) -> str:
         """The node's id, as a sign of life."""
         return self._node_id
+
+    def look(self, attempt: int, ranks: Sequence[tuple[int, int]]) -> list[RankLook]:
+        """What these processes of this node (world rank, pid) do, with their stacks."""
+        return look_at_ranks(self._journals, attempt, ranks)
+
+    def kill(self, ranks: Sequence[tuple[int, int]]) -> list[int]:
+        """SIGKILL to these training processes of this node; returns the ranks that got it."""
+        return kill_ranks(ranks)
 
     def persist(self, staged: StagedSlice) -> None:
         """Every extent of the slot is an object in storage afterwards, and the coordinator knows. Idempotent.
@@ -222,6 +231,7 @@ class CheckpointVault:
         except (GoodputError, OSError, ValueError) as error:
             logger.warning("The journal %s cannot be read; its last second stays unknown: %s", path, error)
         path.unlink(missing_ok=True)
+        path.with_suffix(".stacks").unlink(missing_ok=True)  # see `names.stacks_path`
 
     def _until_it_works(self, action: Callable[[], None], *, what: str) -> None:
         deadline = time.monotonic() + self._give_up_after_s

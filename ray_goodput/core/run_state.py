@@ -17,11 +17,12 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAnswer:
-    """What the coordinator tells a rank once a second: the journal record it wants next, and whether to save and
-    leave."""
+    """What the coordinator tells a rank once a second: the journal record it wants next, whether to save and leave,
+    and whether a later attempt has taken its place."""
 
     next_record: int
     drain: bool
+    replaced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

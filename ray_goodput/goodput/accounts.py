@@ -133,6 +133,8 @@ class AttemptSpan:
     @property
     def end_bucket(self) -> Bucket:
         """Where the rest of a rank's time goes that was not closed by its journal."""
+        if self.book.outcome == "hang":
+            return Bucket.HANG
         return Bucket.SHUTDOWN if self.book.outcome in CLEAN_OUTCOMES else Bucket.DETECT
 
     @property
@@ -204,8 +206,8 @@ def _rank(sums: _Sums, span: AttemptSpan, rank: RankBook | None, heartbeat_s: fl
         sums.uncertain += max(0.0, min(rank.started_at, span.end) - began)
     for bucket, ns in enumerate(rank.ns):
         sums.s[bucket] += ns / 1e9
-    if rank.open_bucket is not None:
-        sums.s[rank.open_bucket] += rank.open_ns / 1e9
+    if rank.doing is not None:
+        sums.s[rank.doing] += rank.open_ns / 1e9
     sums.uncertain += rank.gap_ns / 1e9
     left = duration - before - _known_s(rank)
     if left < 0:  # more time than the whole attempt: what is too much shows as imbalance
@@ -217,7 +219,7 @@ def _rank(sums: _Sums, span: AttemptSpan, rank: RankBook | None, heartbeat_s: fl
         sums.s[Bucket.OTHER] += left
         sums.uncertain += left
     elif not span.ended:
-        sums.s[Bucket.OTHER if rank.open_bucket is None else rank.open_bucket] += left
+        sums.s[Bucket.OTHER if rank.doing is None else rank.doing] += left
         sums.uncertain += left
     else:
         sums.s[span.end_bucket] += left
@@ -228,7 +230,7 @@ def _after(book: AttemptBook, cutoff: int) -> float:
     """Rank-seconds of steps after `cutoff`, those in progress included."""
     ns = book.steps.total() - book.steps.up_to(cutoff)
     for world_rank, rank in book.ranks.items():
-        if rank.open_bucket == Bucket.STEP and world_rank < book.world and book.step_of(rank, rank.open_step) > cutoff:
+        if rank.doing == Bucket.STEP and world_rank < book.world and book.step_of(rank, rank.open_step) > cutoff:
             ns += rank.open_ns
     return ns / 1e9
 

@@ -22,6 +22,7 @@ class RankBook:
     started_at: the coordinator's time at the journal's first record. life_ns: from there to the last sign of life.
     open_bucket, open_ns, open_step: what it was doing then, and for how long (already part of life, not of `ns`).
     gap_ns: overwritten before they were delivered. node: where it ran, as its journal says.
+    hung_from_ns: step time from here on went into a hang; None if there was none.
     """
 
     started_at: float | None = None
@@ -37,9 +38,12 @@ class RankBook:
     last_done: int | None = None
     closed: bool = False
     node: str = ""
+    hung_from_ns: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         body = {name: getattr(self, name) for name in self.__slots__ if name != "ns"}
+        if body["hung_from_ns"] is None:
+            del body["hung_from_ns"]
         return body | {"ns": {Bucket(i).label: ns for i, ns in enumerate(self.ns) if ns}}
 
     @classmethod
@@ -47,8 +51,15 @@ class RankBook:
         ns = [0] * NUM_BUCKETS
         for label, value in body["ns"].items():
             ns[Bucket[label.upper()]] = value
-        rest = {name: body[name] for name in cls.__slots__ if name not in ("ns", "node")}
-        return cls(ns=ns, node=body.get("node", ""), **rest)  # before version 3 the node was not told
+        rest = {name: body[name] for name in cls.__slots__ if name not in ("ns", "node", "hung_from_ns")}
+        # Before version 3 the node was not told; a hang is told where there was one.
+        return cls(ns=ns, node=body.get("node", ""), hung_from_ns=body.get("hung_from_ns"), **rest)
+
+    @property
+    def doing(self) -> int | None:
+        """The open record's bucket; a step in which the rank hung is none."""
+        hung = self.hung_from_ns is not None and self.end_ns >= self.hung_from_ns
+        return Bucket.HANG if hung and self.open_bucket == Bucket.STEP else self.open_bucket
 
 
 @dataclass(slots=True)
@@ -90,6 +101,10 @@ class AttemptBook:
         origin = page.header.mono_anchor_ns
         rank.node = page.header.node
         array = page.array[max(0, rank.next_record - page.first_record) :]
+        if len(array) and rank.hung_from_ns is not None:
+            array = array.copy()
+            hung = (array["start_ns"] - origin >= rank.hung_from_ns) & (array["bucket"] == Bucket.STEP)
+            array["bucket"][hung & ((array["flags"] & STEP_DONE) == 0)] = Bucket.HANG
         if len(array):
             self._draw(page.header.world_rank, rank, array, origin)
             self._book(rank, array, origin)

@@ -143,6 +143,16 @@ class Ledger:
             self._durable = step or None  # the commits after it turned out to be bad
         self._note(None, "resumed", attempt=attempt, step=step)
 
+    def hung(self, attempt: int) -> None:
+        """The attempt hangs: step time of its ranks after the records they have delivered is no step."""
+        book = self._book(attempt, 0, "hang")
+        if book is None:
+            return
+        for world_rank, rank in book.ranks.items():
+            if rank.hung_from_ns is None:
+                rank.hung_from_ns = rank.end_ns
+                self._touched[attempt, world_rank] = None
+
     def attempt_ended(
         self, attempt: int, at: float, outcome: str, *, ranks: Sequence[int] = (), reason: str = ""
     ) -> None:

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from ray_goodput.clock import Clock
 from ray_goodput.core.buckets import Bucket
@@ -28,6 +29,8 @@ class Recorder:
 
     `switch` sets the base bucket; a `span` overrides it until it ends, the innermost one counting. All methods may be
     called from any thread, but there is one timeline a rank: call them for what the training thread does.
+
+    on_give_up: told when the journal cannot be written any more, so that its silence is not taken for the rank's.
     """
 
     def __init__(
@@ -36,12 +39,14 @@ class Recorder:
         clock: Clock,
         *,
         send: SendPage | None = None,
+        on_give_up: Callable[[], Any] | None = None,
         heartbeat_s: float = 1.0,
         page_records: int = 4096,
     ) -> None:
         self._writer = writer
         self._clock = clock
         self._send = send
+        self._on_give_up = on_give_up
         self._heartbeat_s = heartbeat_s
         self._page_records = page_records
         self._lock = threading.Lock()
@@ -198,6 +203,11 @@ class Recorder:
             self._writer.path,
             error,
         )
+        if self._on_give_up is not None:
+            try:
+                self._on_give_up()
+            except Exception as told:  # never into training
+                logger.warning("Nobody could be told that this rank's time is unknown from now on: %r", told)
 
     def _beat_loop(self) -> None:
         while not self._stop.wait(self._heartbeat_s):

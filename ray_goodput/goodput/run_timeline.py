@@ -150,12 +150,12 @@ def _rank(span: AttemptSpan, world_rank: int, cutoff: int | None) -> RankTimelin
             cells = _lost(cells, timeline, rank, (book.began or 0), cutoff)
         parts += cells
         life = began + rank.life_ns / 1e9
-        if rank.open_bucket is not None:
+        if rank.doing is not None:
             at_step = book.step_of(rank, rank.open_step)
-            gone = rank.open_bucket == Bucket.STEP and cutoff is not None and at_step > cutoff
-            parts.append(_pure(began + rank.end_ns / 1e9, life, Bucket.LOST if gone else Bucket(rank.open_bucket)))
+            gone = rank.doing == Bucket.STEP and cutoff is not None and at_step > cutoff
+            parts.append(_pure(began + rank.end_ns / 1e9, life, Bucket.LOST if gone else Bucket(rank.doing)))
         silent = rank.next_record == 0 and rank.open_bucket is None and book.last_done is not None
-        rest = Bucket(rank.open_bucket) if rank.open_bucket is not None else Bucket.OTHER
+        rest = Bucket(rank.doing) if rank.doing is not None else Bucket.OTHER
         parts.append(_pure(life, span.end, span.end_bucket if span.ended and not silent else rest))
     parts.append(_pure(span.end, span.tail_end, span.tail_bucket))
     return RankTimeline(

@@ -11,16 +11,18 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from ray_goodput.actors.factories import start_vault
-from ray_goodput.actors.names import NAMESPACE, coordinator_name
+from ray_goodput.actors.names import NAMESPACE, coordinator_name, shard_cache_name, vault_name
 from ray_goodput.actors.shard_cache import shard_cache_actor
 from ray_goodput.actors.spec import RunSpec
+from ray_goodput.core.run_state import WorkerInfo
+from ray_goodput.train.actor_watch import ActorWatch
 from ray_goodput.train.ray_compat import ControllerCallback, WorkerGroupCallback, train_run_id, worker_infos
 
 _END_TIMEOUT_S = 60.0
@@ -57,6 +59,8 @@ class GoodputCallback(WorkerGroupCallback, ControllerCallback):
         self._node_actors: dict[str, list[Any]] = {}
         self._train_run_id = ""
         self._tell_at_mono_s = 0.0
+        self._infos: tuple[WorkerInfo, ...] = ()
+        self._watch: ActorWatch | None = None  # made in the controller's process: it has a thread
 
     @_never_raises
     def after_controller_start(self, train_run_context: Any) -> None:
@@ -72,6 +76,8 @@ class GoodputCallback(WorkerGroupCallback, ControllerCallback):
         if now >= self._tell_at_mono_s:
             self._tell_at_mono_s = now + _TELL_EVERY_S
             self._coordinator().train_run.remote(self._train_run_id)
+            if self._infos:
+                self._coordinator().group_lives.remote(self._infos)
 
     @_never_raises
     def before_init_train_context(self, workers: Sequence[Any]) -> dict[str, list[Any]]:
@@ -82,18 +88,40 @@ class GoodputCallback(WorkerGroupCallback, ControllerCallback):
             # Ray ends an actor with the handle that made it; that of `found` does not count for an actor that lives.
             self._node_actors[node_id] = [old if old == new else new for old, new in zip(kept, found, strict=True)]
         self._coordinator().group_allocated.remote(infos)
+        self._infos = infos
+        self._keep_watch({w.distributed_context.world_rank: w.actor for w in workers})
         return {}
+
+    def _keep_watch(self, workers: Mapping[int, Any]) -> None:
+        key = self._spec.key
+        if self._watch is None:
+            silent_after_s = self._spec.watchdog.actor_silent_after_s
+            self._watch = ActorWatch(silent_after_s=silent_after_s, coordinator=self._coordinator)
+        self._watch.watch(coordinator_name(key), self._coordinator(), ray.get_runtime_context().get_node_id())
+        for node_id, (vault, cache) in self._node_actors.items():
+            self._watch.watch(vault_name(key, node_id), vault, node_id)
+            self._watch.watch(shard_cache_name(key, node_id), cache, node_id)
+        self._watch.workers(workers)
+        self._watch.start()
+
+    def _group_ended(self) -> None:
+        self._infos = ()
+        if self._watch is not None:
+            self._watch.workers({})
+        self._coordinator().group_down.remote()
 
     @_never_raises
     def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
-        self._coordinator().group_down.remote()
+        self._group_ended()
 
     @_never_raises
     def after_worker_group_abort(self, worker_group_context: Any) -> None:
-        self._coordinator().group_down.remote()
+        self._group_ended()
 
     async def before_controller_shutdown(self) -> None:
         """The node actors end with this process: before, the vaults finish what is staged and clean up."""
+        if self._watch is not None:
+            self._watch.close(timeout_s=0.0)
         try:
             ends = [asyncio.ensure_future(_awaited(vault.end_run.remote())) for vault, _ in self._node_actors.values()]
             if ends:

@@ -91,6 +91,7 @@ class Session:
         self._step = 0
         self._stop = False
         self._prepared = False
+        self._iterated = False
         self._cursors: dict[str, DataCursor] = {}
         self._pending: dict[str, list[Batch]] = {}
         self._feeds: list[DataFeed] = []
@@ -218,6 +219,8 @@ class Session:
 
     def _iterate(self, name: str, feed: DataFeed) -> Iterator[Batch]:
         batches = iter(feed.loader)
+        self._recorder.switch(Bucket.STEP)
+        self._iterated = True
         try:
             while not self._stop:
                 with self._recorder.span(Bucket.DATA_WAIT):
@@ -231,6 +234,8 @@ class Session:
         finally:
             self._weight.set(1.0)
             self._feeds.remove(feed)
+            if not self._feeds:
+                self._recorder.switch(Bucket.OTHER)  # until there are batches again, no step is owed
             feed.close()
 
     def evaluate_batches(self, name: str) -> Iterator[Batch]:
@@ -284,6 +289,7 @@ class Session:
         self._saver.settle()
         agreed = self._control.read()
         self._step += 1
+        batches_used = any(self._pending.values())
         for name, batches in self._pending.items():
             if batches:
                 self._cursors[name] = self._cursors[name].moved_to(batches[-1].samples_end)
@@ -293,6 +299,9 @@ class Session:
             batches.clear()
         self._recorder.step_done(self._step)
         gate("step", rank=self.world_rank, step=self._step)
+        if self._iterated and not self._feeds and not batches_used:
+            self._iterated = False
+            self._recorder.switch(Bucket.STEP)  # batches of the loop's own
         if metrics and self.world_rank == 0:
             self._metrics.note(self._step, metrics)
         self._stop = self._stop or agreed.stop

@@ -22,7 +22,7 @@ from ray_goodput.actors.coordinator import RunEnd
 from ray_goodput.actors.factories import start_coordinator
 from ray_goodput.actors.spec import RunSpec
 from ray_goodput.clock import SystemClock
-from ray_goodput.config import CheckpointConfig, FailureBudget, MlflowConfig, StoreSpec
+from ray_goodput.config import CheckpointConfig, FailureBudget, MlflowConfig, StoreSpec, WatchdogConfig
 from ray_goodput.core.commit import CommitRecord
 from ray_goodput.core.run_state import Resume
 from ray_goodput.data.mixture import AnyDataset
@@ -68,6 +68,7 @@ class GoodputTrainer(TorchTrainer):
     failure: how many failures without progress end the run. Ignored, in favour of Ray's own policy, only if it is not
     given and
         `RunConfig(failure_config=FailureConfig(max_failures=...))` is.
+    watchdog: after how long without progress a rank is hung: its stack is kept, it is killed, and the run goes on.
     mlflow: where the run shows up in MLflow, as one run whatever is restarted. A dead or slow server delays nothing.
     storage_options: for `storage_path`, in the spelling of s3fs (`key`, `secret`, `endpoint_url`, ...).
     reproducible: deterministic kernels, and no re-sorting of gradient buckets in DDP (use `run.prepare_model`), so
@@ -94,6 +95,7 @@ class GoodputTrainer(TorchTrainer):
         datasets: Mapping[str, Any] | None = None,
         checkpoint: CheckpointConfig | None = None,
         failure: FailureBudget | None = None,
+        watchdog: WatchdogConfig | None = None,
         mlflow: MlflowConfig | None = None,
         storage_options: Mapping[str, Any] | None = None,
         reproducible: bool = False,
@@ -120,6 +122,7 @@ class GoodputTrainer(TorchTrainer):
                 store=run_store,
                 checkpoint=checkpoint or CheckpointConfig(),
                 target_world=self._max_workers,
+                watchdog=watchdog or WatchdogConfig(),
             ),
             datasets=ours,
             reproducible=reproducible,

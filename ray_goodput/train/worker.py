@@ -19,6 +19,7 @@ from ray_goodput.actors.names import (
     journal_path,
     journals_dir,
     shard_cache_name,
+    stacks_path,
     vault_name,
 )
 from ray_goodput.actors.remote import RemoteProxy
@@ -33,6 +34,7 @@ from ray_goodput.storage import open_store
 from ray_goodput.storage.protocol import ObjectStore
 from ray_goodput.train.metrics import MetricsBuffer
 from ray_goodput.train.spec import TrainSpec
+from ray_goodput.train.stacks import StackFile
 from ray_goodput.train.world import World
 
 logger = logging.getLogger(__name__)
@@ -56,10 +58,12 @@ class WorkerContext:
     recorder: Recorder
     metrics: MetricsBuffer
     draining: threading.Event
+    stacks: StackFile
     clock: Clock = field(default_factory=SystemClock)
 
     def close(self) -> None:
         self.recorder.close()
+        self.stacks.close()
 
 
 def open_worker(spec: TrainSpec) -> WorkerContext:
@@ -92,6 +96,8 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
             raise
         if answer.drain:
             draining.set()
+        if answer.replaced:
+            _end_replaced(attempt)
         return answer.next_record
 
     writer = JournalWriter(
@@ -101,7 +107,14 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
         world_rank=world.world_rank,
         node=node_id,
     )
-    recorder = Recorder(writer, SystemClock(), send=send)
+    recorder = Recorder(
+        writer,
+        SystemClock(),
+        send=send,
+        on_give_up=lambda: coordinator.handle.unwatched.remote(attempt, world.world_rank),
+    )
+    stacks = StackFile(stacks_path(journals_dir(local_dir, key), attempt, world.world_rank))
+    stacks.open()
     recorder.start()
     coordinator.handle.hello.remote(attempt, world.world_rank, recorder.elapsed_s())
     vault = _node_actor(vault_name(key, node_id))
@@ -120,7 +133,15 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
         recorder=recorder,
         metrics=metrics,
         draining=draining,
+        stacks=stacks,
     )
+
+
+def _end_replaced(attempt: int) -> None:
+    """This process ends: its node was given up while it lived on, and a later attempt trains in its place. Whatever it
+    staged is the vault's."""
+    logger.error("Attempt %d has been replaced by a later one; this process, left over from it, ends.", attempt)
+    os._exit(1)
 
 
 def _node_actor(name: str) -> Any:

@@ -44,6 +44,7 @@ def test_the_public_names_are_exactly_these() -> None:
         "StorageReader",
         "StorageWriter",
         "TokenFormat",
+        "WatchdogConfig",
         "__version__",
         "latest_complete",
         "session",

@@ -44,5 +44,5 @@ def test_what_is_no_storage_failure_is_never_waited_for() -> None:
 def test_a_vaults_ping_has_threads_that_no_upload_can_hold() -> None:
     meta = vault_class().__ray_metadata__
     groups = meta.method_meta.concurrency_group_for_methods
-    assert set(groups) == {"ping"}
+    assert set(groups) == {"ping", "look", "kill"}
     assert meta.concurrency_groups[groups["ping"]] >= 1

@@ -13,6 +13,7 @@ from ray_goodput.errors import StorageError
 from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.goodput.ledger import Ledger
 from ray_goodput.goodput.report import GoodputReport
+from ray_goodput.goodput.run_timeline import place_timelines
 
 B = Bucket
 FIRST: list[Stretch] = [
@@ -47,6 +48,43 @@ def pinned(ledger: Ledger) -> Ledger:
     ledger.attempt_ended(1, 4120, "finished")
     ledger.run_ended(4120)
     return ledger
+
+
+def hung(ledger: Ledger) -> Ledger:
+    """Rank 1 stops in step 11 and says nothing for 70 s; rank 0 waits for it, unwinds when it is killed, and closes."""
+    ledger.run_started(1000)
+    ledger.attempt_started(1, 2, 1000)
+    for rank in range(2):
+        ledger.rank_hello(1, rank, 1000)
+        ledger.page(page(1, rank, steps(1, 10, 1), open_for=(B.STEP, 2, 11)))
+    ledger.commit(5, 1, 1006)
+    ledger.hung(1)
+    ledger.page(page(1, 0, [*steps(1, 10, 1), (B.STEP, 71, 11, False)], closed=True))
+    ledger.attempt_ended(1, 1082, "hang", ranks=[1], reason="Hung: rank 1 is stopped")
+    return ledger
+
+
+def test_time_in_a_hang_is_no_step_and_none_that_was_lost() -> None:
+    first = hung(Ledger(2))
+    lines = [line for segment in first.to_segments() for line in segment.data.splitlines()]
+    for ledger in (first, Ledger.from_lines(lines)):
+        report = ledger.report(1082)
+        assert report.buckets_s["hang"] == pytest.approx(2 * 72)  # rank 0: 71 and 1 after its journal; rank 1: 2 and 70
+        assert report.buckets_s["step"] == pytest.approx(20) and report.buckets_s["detect"] == 0
+        assert report.imbalance_s == pytest.approx(0)
+        [incident] = report.incidents
+        assert (incident.kind, incident.ranks, incident.step_reached) == ("hang", (1,), 10)
+    timeline = place_timelines(first)
+    assert timeline.columns(1, 1)[0][B.HANG] == pytest.approx(72)
+    assert timeline.columns(0, 1)[0][B.HANG] == pytest.approx(72)
+
+
+def test_a_hang_is_written_where_older_readers_do_not_look() -> None:
+    lines = [json.loads(line) for segment in hung(Ledger(2)).to_segments() for line in segment.data.splitlines()]
+    ranks = [line for line in lines if line.get("event") == "rank"]
+    assert {line["hung_from_ns"] for line in ranks} == {10 * 10**9}
+    undisturbed = [json.loads(x) for s in pinned(Ledger(8)).to_segments() for x in s.data.splitlines()]
+    assert not any("hung_from_ns" in line for line in undisturbed)
 
 
 def check_pin(report: GoodputReport) -> None:
