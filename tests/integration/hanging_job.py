@@ -72,6 +72,8 @@ def main() -> None:
     trainer = rg.GoodputTrainer(
         train_loop,
         train_loop_config={
+            "fsdp2": False,
+            "step_log": None,
             "epochs": 2,
             "step_s": args.step_s,
             "fail_at": -1,

@@ -35,7 +35,7 @@ class Finished:
 
 
 class Job:
-    """One driver process of the small job."""
+    """One driver process of the small job, or of another `script` that takes these options."""
 
     def __init__(
         self,
@@ -46,13 +46,14 @@ class Job:
         data: str,
         storage: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        script: Path = SCRIPT,
     ) -> None:
         self.name = name
         self.spec = StoreSpec(uri=storage or str(folder / "storage"), options=storage_options or {}).child(name)
         self._out = folder / f"{name}-{time.monotonic_ns()}.json"
         self._log_path = self._out.with_suffix(".log")
         options = ["--storage-options", json.dumps(storage_options)] if storage_options else []
-        command = [sys.executable, str(SCRIPT), "--storage", storage or str(folder / "storage"), "--data", data]
+        command = [sys.executable, str(script), "--storage", storage or str(folder / "storage"), "--data", data]
         command += ["--name", name, "--out", str(self._out), *options, *arguments]
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
