@@ -7,16 +7,18 @@ behind.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import psutil
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_goodput.actors.coordinator import RunCoordinator
@@ -80,6 +82,8 @@ class _CoordinatorProcess(RunCoordinator):
             clock=SystemClock(),
             found=self.hang_found,
         ).start()
+        if not first_life:
+            threading.Thread(target=_ask_vaults_again, args=(spec.key,), name="goodput-reminder", daemon=True).start()
 
     @ray.method(concurrency_group=CONTROL)
     def ping(self) -> str:
@@ -192,6 +196,15 @@ def start_coordinator(spec: RunSpec) -> Any:
         ray.kill(handle)
         raise error.cause from error
     return handle
+
+
+def _ask_vaults_again(key: str) -> None:
+    """Every vault of the run says once more what has landed: the coordinator's life before died with its notes, and a
+    save whose other slices are still on their way would never be committed."""
+    for node in ray.nodes():
+        if node["Alive"]:
+            with contextlib.suppress(ValueError, RayError):  # no vault on that node
+                ray.get_actor(vault_name(key, node["NodeID"]), namespace=NAMESPACE).land_again.remote()
 
 
 def _vault_for_the_watchdog(key: str, node_id: str) -> Any:

@@ -179,12 +179,14 @@ class CheckpointVault:
             with self._lock:
                 self._writing[checkpoint] -= 1
 
-    def land_again(self, step: int) -> None:
-        """Tell the coordinator once more what of `step` is in storage: it may have died with its notes."""
+    def land_again(self, step: int | None = None) -> None:
+        """Tell the coordinator once more what of `step`, or of every rank's newest save, is in storage: it may have
+        died with its notes."""
         with self._lock:
-            landed = [part for part in self._landed.values() if part.slice.checkpoint.step == step]
+            landed = [part for part in self._landed.values() if step in (None, part.slice.checkpoint.step)]
         for part in landed:
-            self._coordinator.landed(part)
+            with contextlib.suppress(FencedError):  # a dead attempt's
+                self._coordinator.landed(part)
 
     def adopt(self, attempt: int) -> None:
         """Finish what workers of attempts before `attempt` left on this node, then clean up after them.

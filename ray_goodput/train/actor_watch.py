@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from ray_goodput.actors.remote import CONTROL
-from ray_goodput.core.silence import Silence, answered, decide_kill
+from ray_goodput.core.silence import Silence, answered, decide_kill, started
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class ActorWatch:
         with self._lock:
             known = self._watched.get(name)
             if known is None or known.actor != actor or known.gone:
-                self._watched[name] = _Watched(actor, node_id, answered(time.monotonic()))
+                self._watched[name] = _Watched(actor, node_id, started(time.monotonic()))
 
     def workers(self, actors: Mapping[int, Any]) -> None:
         """The training processes of the current group, by world rank; none between two groups."""

@@ -1,6 +1,7 @@
 """Laws of the vault: what a rank staged is in storage and known to the coordinator, whoever dies in between."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,35 @@ def test_a_coordinator_that_died_with_its_notes_is_told_again(tmp_path: Path) ->
     assert node.coordinator.log.newest() is None
     node.vault.land_again(10)
     assert node.coordinator.log.newest() is not None
+
+
+def test_a_save_whose_slices_landed_in_two_lives_of_the_coordinator_is_committed(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    first, second = (replace(node.stage(10, world_rank=r), world_size=2) for r in range(2))
+    node.vault.persist(first)
+    node.vault.persist(replace(node.stage(8, world_rank=2, attempt=1), world_size=3))  # of no interest to anybody
+    log = CommitLog(run="r", store=node.store, clock=ManualClock())
+    log.open()
+    log.restore_fence(1)
+    node.coordinator.log = log
+    node.vault.land_again()
+    assert log.newest() is None
+    node.vault.persist(second)
+    newest = log.newest()
+    assert newest is not None and newest.checkpoint == CheckpointId(10, 1)
+
+
+def test_a_dead_attempts_slice_does_not_keep_the_others_from_being_told_again(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.vault.persist(replace(node.stage(8), world_size=2))
+    node.vault.persist(replace(node.stage(10, attempt=2, world_rank=1), world_size=2))
+    log = CommitLog(run="r", store=node.store, clock=ManualClock())
+    log.open()
+    log.restore_fence(2)
+    node.coordinator.log = log
+    node.vault.land_again()
+    node.vault.persist(replace(node.stage(10, attempt=2), world_size=2))
+    assert log.newest() is not None
 
 
 def test_the_end_of_a_run_commits_what_was_staged_and_leaves_only_local_copies(tmp_path: Path) -> None:
