@@ -21,6 +21,9 @@ ROWS = [5, 1, 7]  # 13 samples in batches of 6: the last has one
 
 
 class Source:
+    def describe(self, data_shard: int) -> str:
+        return f"Data shard {data_shard}"
+
     def table(self, data_shard: int) -> pa.Table:
         generator = np.random.default_rng(data_shard)
         x = generator.standard_normal((ROWS[data_shard], 4))

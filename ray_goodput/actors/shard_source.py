@@ -82,6 +82,10 @@ class ActorShardSource:
                 self._fetcher.ensure(data_shard)
         raise lost_again(self._fetcher.manifest, data_shard, self._fetcher.cache)
 
+    def describe(self, data_shard: int) -> str:
+        """The data shard by number and object, for messages."""
+        return self._fetcher.title(data_shard)
+
     def advance(self, samples_consumed: int) -> None:
         """The consumer is at that stream position. Costs microseconds; the actor is told a few times a second."""
         self._consumed = max(self._consumed, samples_consumed)

@@ -84,8 +84,10 @@ class BatchBuilder:
         collate: Collate | None,
         dp_world: int,
         max_open: int,
+        describe: Callable[[int], str] = "Data shard {}".format,
     ) -> None:
         self._order = order
+        self._describe = describe
         self._table = table
         self._columns = columns
         self._transforms = transforms
@@ -179,7 +181,7 @@ class BatchBuilder:
             return known
         while len(self._open) >= self._max_open:
             self._open.popitem(last=False)
-        columns = ShardColumns(self._table(data_shard), self._columns, data_shard=data_shard)
+        columns = ShardColumns(self._table(data_shard), self._columns, title=self._describe(data_shard))
         self._open[data_shard] = columns
         return columns
 

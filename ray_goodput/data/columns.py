@@ -22,23 +22,21 @@ Rows = NDArray[np.int64]
 class ShardColumns:
     """Columns of a data shard, made once and used for many batches. Keeps the table, and so its file, open."""
 
-    def __init__(self, table: pa.Table, columns: Sequence[str] | None, *, data_shard: int) -> None:
-        """Raises ShardReadError if a column is missing, or numbers are missing in one."""
+    def __init__(self, table: pa.Table, columns: Sequence[str] | None, *, title: str) -> None:
+        """`title` names the data shard in errors. Raises ShardReadError if a column or numbers in one are missing."""
         names = table.column_names if columns is None else list(columns)
         self.dense: dict[str, NDArray[Any]] = {}
         self.loose: dict[str, LooseColumn] = {}
         for name in names:
             if name not in table.column_names:
-                raise ShardReadError(
-                    f"Data shard {data_shard} has no column {name!r}; it has {', '.join(table.column_names)}."
-                )
+                raise ShardReadError(f"{title} has no column {name!r}; it has {', '.join(table.column_names)}.")
             array = whole(table[name])
             try:
                 values = dense_values(array)
             except MissingNumbersError as error:
                 raise ShardReadError(
-                    f"Column {name!r} of data shard {data_shard} {error}: fill them in, or leave the column out with "
-                    "columns=."
+                    f"Column {name!r} of {title[:1].lower()}{title[1:]} {error}: fill them in, or leave the column out "
+                    "with columns=."
                 ) from None
             if values is not None:
                 self.dense[name] = values

@@ -58,6 +58,10 @@ class LocalShardSource:
         """
         return self._fetcher.table(data_shard)
 
+    def describe(self, data_shard: int) -> str:
+        """The data shard by number and object, for messages."""
+        return self._fetcher.title(data_shard)
+
     def advance(self, samples_consumed: int) -> None:
         """The consumer is at that stream position; prefetching follows."""
         self._ahead.advance(samples_consumed)

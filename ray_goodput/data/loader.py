@@ -34,6 +34,10 @@ class ShardSource(Protocol):
         """The data shard, memory-mapped; blocks until it is there. Raises ShardReadError, ObjectChangedError."""
         ...
 
+    def describe(self, data_shard: int) -> str:
+        """The data shard by number and object, for messages."""
+        ...
+
     def advance(self, samples_consumed: int) -> None:
         """The reader needs nothing before that stream position any more. Returns at once."""
         ...
@@ -103,6 +107,7 @@ class BatchLoader:
             collate=collate,
             dp_world=dp_world,
             max_open=min(live + order.window, _MAX_OPEN_SHARDS),
+            describe=source.describe,
         )
         self._changed = threading.Condition()
         self._ready: deque[Batch] = deque()

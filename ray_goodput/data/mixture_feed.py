@@ -34,6 +34,11 @@ class MixtureFetcher:
         fetcher, own = self._own(data_shard)
         return fetcher.name(own)
 
+    def title(self, data_shard: int) -> str:
+        """The data shard by its number in its own dataset and its object, for messages."""
+        fetcher, own = self._own(data_shard)
+        return fetcher.title(own)
+
     def ensure(self, data_shard: int) -> Fetched:
         """The data shard is cached. Raises as `ShardFetcher.ensure` does; errors say the number in its own dataset."""
         fetcher, own = self._own(data_shard)

@@ -100,6 +100,10 @@ class ShardFetcher:
         )
         return name
 
+    def title(self, data_shard: int) -> str:
+        """The data shard by number and object, for messages."""
+        return self._title(self.manifest.shard(data_shard))
+
     def ensure(self, data_shard: int) -> Fetched:
         """The data shard is cached. Fetched at most once at a time by all threads and processes of the node.
 

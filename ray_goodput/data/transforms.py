@@ -125,9 +125,17 @@ def _transformed(transform: Transform, seed: int, on_error: OnError, epoch: int,
         return transform(sample, rng)
     except Exception as error:  # the user's own: passed on as it is, with the sample that shows it
         if on_error == "skip":
-            return Skipped(f"{type(error).__name__}: {error}")
-        error.add_note(f"ray_goodput: raised by transform= for sample_id {sample_id} in epoch {epoch}")
+            return Skipped(f"{type(error).__name__}: {error}{_file_of(sample)}")
+        error.add_note(
+            f"ray_goodput: raised by transform= for sample_id {sample_id} in epoch {epoch}{_file_of(sample)}"
+        )
         raise
+
+
+def _file_of(sample: Any) -> str:
+    """Which file the sample was, where its format says so."""
+    name = next((sample[key] for key in ("path", "__key__") if key in sample), None)
+    return "" if name is None else f" ({name})"
 
 
 def _results(jobs: Sequence[Future[list[Any]]]) -> list[Any]:

@@ -26,6 +26,9 @@ class MemorySource:
         self.positions: list[int] = []
         self.num_closed = 0
 
+    def describe(self, data_shard: int) -> str:
+        return f"Data shard {data_shard}"
+
     def table(self, data_shard: int) -> pa.Table:
         self.asked.append(data_shard)
         return self._make(data_shard)
@@ -259,6 +262,9 @@ def test_closing_releases_a_consumer_and_a_producer_that_wait_for_a_shard() -> N
     entered, released = threading.Event(), threading.Event()
 
     class BlockedSource(MemorySource):
+        def describe(self, data_shard: int) -> str:
+            return f"Data shard {data_shard}"
+
         def table(self, data_shard: int) -> pa.Table:
             entered.set()
             released.wait()
@@ -282,6 +288,9 @@ def test_closing_does_not_wait_longer_than_it_may_for_a_shard_that_never_comes()
     entered, released = threading.Event(), threading.Event()
 
     class DeafSource(MemorySource):
+        def describe(self, data_shard: int) -> str:
+            return f"Data shard {data_shard}"
+
         def table(self, data_shard: int) -> pa.Table:
             entered.set()
             released.wait()

@@ -11,7 +11,7 @@ from ray_goodput.errors import ShardReadError
 
 
 def columns(**arrays: pa.Array | pa.ChunkedArray) -> ShardColumns:
-    return ShardColumns(pa.table(arrays), None, data_shard=4)
+    return ShardColumns(pa.table(arrays), None, title="Data shard 4")
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_a_missing_integer_is_an_error_that_names_the_column(array: pa.Array) ->
 
 def test_a_missing_column_is_named_with_those_there_are() -> None:
     with pytest.raises(ShardReadError, match="no column 'y'; it has x"):
-        ShardColumns(pa.table({"x": [1]}), ["y"], data_shard=0)
+        ShardColumns(pa.table({"x": [1]}), ["y"], title="Data shard 0")

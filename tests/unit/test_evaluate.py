@@ -32,6 +32,9 @@ class Source:
         self.num_closed = 0
         self.positions: list[int] = []
 
+    def describe(self, data_shard: int) -> str:
+        return f"Data shard {data_shard}"
+
     def table(self, data_shard: int) -> pa.Table:
         return pa.table({"x": np.arange(ROWS[data_shard], dtype=np.float64)})
 

@@ -27,6 +27,9 @@ class Source:
     def __init__(self, broken: int = -1) -> None:
         self._broken = broken
 
+    def describe(self, data_shard: int) -> str:
+        return f"Data shard {data_shard}"
+
     def table(self, data_shard: int) -> pa.Table:
         if data_shard == self._broken:
             raise ShardReadError(f"Data shard {data_shard} is broken.")

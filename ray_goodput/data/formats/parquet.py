@@ -46,7 +46,7 @@ class ParquetFormat:
     def read_table(self, path: Path) -> pa.Table:
         try:
             # Not pq.read_table: that would take folder names like `year=2024` for columns.
-            with pq.ParquetFile(path, memory_map=True) as file:
+            with pq.ParquetFile(path, memory_map=True, page_checksum_verification=True) as file:  # where it has any
                 return file.read()
         except (pa.ArrowException, OSError) as error:
             raise damaged(str(path), "parquet file", error) from error
