@@ -17,7 +17,8 @@ GoodputError
 │   ├── EmptyDatasetError         nothing to train on
 │   ├── DatasetMismatchError      the cursor belongs to another dataset or order
 │   ├── CacheFullError            the live set does not fit the node's cache
-│   └── ShardReadError            a data shard cannot be fetched or decoded
+│   ├── ShardReadError            a data shard cannot be fetched or decoded
+│   └── ShardTransformError       the user's transform_shard failed, or made another number of rows
 └── RunError
     ├── RunInUseError             another driver holds the run name
     ├── DrainedError              the attempt saved and left, since a node or process of it is about to go
@@ -96,6 +97,10 @@ class DatasetMismatchError(DataError):
 
 class CacheFullError(DataError):
     """The data shards needed at once do not fit the node's cache."""
+
+
+class ShardTransformError(DataError):
+    """The user's `transform_shard` raised, or its result is not what it should be; trying again cannot help."""
 
 
 class ShardReadError(DataError):

@@ -18,6 +18,7 @@ from ray_goodput.data.formats import GroupingFormat, ShardFormat, format_by_exte
 from ray_goodput.data.local_loader import make_loader, open_loader
 from ray_goodput.data.manifest import Manifest, build_manifest
 from ray_goodput.data.patterns import compile_glob, split_glob
+from ray_goodput.data.shard_transforms import TransformRows, TransformShard, source_version, transformed
 from ray_goodput.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ class ShardedDataset:
         thread that builds batches. Results do not depend on it.
     on_error: a sample for which `transform` raises ends the run ("fail"), or is left out of its batch and counted in
         `batch.num_skipped` ("skip"); all others keep their weight.
+    transform_shard: `f(table: pyarrow.Table) -> pyarrow.Table`, once a data shard; its result is what is cached. Under
+        Ray it runs in Ray Data tasks anywhere in the cluster. Runs before `columns` are chosen.
+    transform_version: names what `transform_shard` does, in the cache and in the run: change it when the result
+        changes. Default: a hash of the function's source text, which does not see what the function calls.
+    transform_rows: "same": as many rows as in the file, or it is an error; "count": may be more or fewer, and every
+        file is transformed once when the manifest is made.
     drop_last: leave out the last N mod G samples of each epoch, instead of a batch that holds two epochs' samples.
     storage_options: as for s3fs and fsspec.
     format: "auto" for the format of the file name's extension (parquet for a folder), a format's name ("parquet",
@@ -72,6 +79,9 @@ class ShardedDataset:
     workers: int = 0
     worker_kind: Literal["thread", "process"] = "thread"
     on_error: Literal["fail", "skip"] = "fail"
+    transform_shard: TransformShard | None = None
+    transform_version: str | None = None
+    transform_rows: TransformRows = "same"
     drop_last: bool = False
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     format: str | ShardFormat = "auto"
@@ -119,7 +129,8 @@ class ShardedDataset:
             raise ConfigError(f'ShardedDataset(on_change={self.on_change!r}): give "fail" or "accept".')
         if not isinstance(self.format, str) and not hasattr(self.format, "read_table"):
             raise ConfigError(f"ShardedDataset(format={self.format!r}): give a format's name, or a ShardFormat.")
-        self.format_impl()
+        self._check_transform_shard()
+        self.shard_format()
         try:
             compile_glob(self.pattern)
         except re.error as error:
@@ -151,7 +162,7 @@ class ShardedDataset:
     @property
     def format_id(self) -> str:
         """What the manifest calls the format: its name, with the parameters that change what is read."""
-        return identity_of(self.format_impl())
+        return identity_of(self.shard_format())
 
     @property
     def manifest_uri(self) -> str:
@@ -166,6 +177,13 @@ class ShardedDataset:
         if self.format != "auto":
             return get_format(self.format)
         return format_by_extension(self.uri_glob) or get_format("parquet")
+
+    def shard_format(self) -> ShardFormat:
+        """The format of the data shards: that of the files, with `transform_shard` after it."""
+        fmt = self.format_impl()
+        if self.transform_shard is None:
+            return fmt
+        return transformed(fmt, self.transform_shard, str(self.transform_version), self.transform_rows)
 
     def check_world(self, dp_world: int) -> None:
         """Raises ConfigError if `dp_world` data-parallel ranks cannot share a batch."""
@@ -183,7 +201,7 @@ class ShardedDataset:
 
         store = open_store(self.store_spec, governor_for(self.store_spec, hedge_after_s=self.hedge_after_s))
         manifest = build_manifest(
-            store, self.pattern, self.format_impl(), max_workers=max_workers, uri=self.manifest_uri
+            store, self.pattern, self.shard_format(), max_workers=max_workers, uri=self.manifest_uri
         )
         self.check_columns(manifest)
         return manifest
@@ -260,7 +278,9 @@ class ShardedDataset:
         return FetchSpec.of(self, manifest)
 
     def check_columns(self, manifest: AnyManifest) -> None:
-        """Raises ConfigError if `columns` asks for one that the data do not have."""
+        """Raises ConfigError if `columns` asks for one that the data do not have, as far as can be known."""
+        if self.transform_shard is not None:
+            return
         if self.columns is None or not isinstance(manifest, Manifest) or manifest.schema is None:
             return
         missing = [name for name in self.columns if name not in manifest.schema.names]
@@ -269,6 +289,23 @@ class ShardedDataset:
                 f"ShardedDataset(columns=...): {manifest.uri} has no column {', '.join(map(repr, missing))}; it has "
                 f"{', '.join(map(repr, manifest.schema.names))}."
             )
+
+    def _check_transform_shard(self) -> None:
+        for name in ("transform_version", "transform_rows"):
+            if self.transform_shard is None and getattr(self, name) not in (None, "same"):
+                raise ConfigError(f"ShardedDataset({name}=...) says nothing without transform_shard=.")
+        if self.transform_shard is None:
+            return
+        if not callable(self.transform_shard):
+            raise ConfigError(f"ShardedDataset(transform_shard={self.transform_shard!r}): give a function, or None.")
+        if self.transform_rows not in ("same", "count"):
+            raise ConfigError(f'ShardedDataset(transform_rows={self.transform_rows!r}): give "same" or "count".')
+        version = self.transform_version
+        if version is None:
+            version = source_version(self.transform_shard)
+        if not version or not isinstance(version, str):
+            raise ConfigError(f'ShardedDataset(transform_version={version!r}): give a name, such as "1".')
+        object.__setattr__(self, "transform_version", version)
 
     def _split(self) -> tuple[str, str]:
         root, pattern = split_glob(self.uri_glob)

@@ -60,7 +60,7 @@ class FetchSpec:
             manifest_digest=manifest.digest,
             manifest=manifest.to_bytes(),
             store=dataset.store_spec,
-            format=dataset.format_impl(),
+            format=dataset.shard_format(),
             columns=None if dataset.columns is None else tuple(dataset.columns),
             seed=order.seed,
             lanes=order.lanes,

@@ -208,7 +208,7 @@ class Mixture:
             return
         first: tuple[str, dict[str, str]] | None = None
         for name, part in self._members(manifest).items():
-            if part.schema is None:
+            if part.schema is None or self.datasets[name].transform_shard is not None:
                 continue
             kept = self.datasets[name].columns or part.schema.names
             columns = {column: str(part.schema.field(column).type) for column in kept}

@@ -23,6 +23,7 @@ from ray_goodput.errors import (
     ObjectChangedError,
     ObjectNotFoundError,
     ShardReadError,
+    ShardTransformError,
     StorageAccessError,
     StorageError,
 )
@@ -163,6 +164,8 @@ class ShardFetcher:
                 break
             except (ObjectChangedError, CacheFullError):
                 raise
+            except ShardTransformError as error:
+                raise ShardTransformError(f"{self._title(shard)}: {error}") from error
             except (ObjectNotFoundError, StorageAccessError) as error:
                 raise ShardReadError(f"{self._title(shard)} cannot be fetched: {error}") from error
             except (StorageError, ShardReadError, pa.ArrowException, OSError, ValueError) as error:
