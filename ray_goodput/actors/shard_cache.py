@@ -269,6 +269,7 @@ class _ShardCacheProcess(ShardCache):
             pool_size=self._pool_size,
             feed=feed_id,
             numbers=numbers,
+            transforms=self._dataset(name).spec.transforms,
         )
 
 

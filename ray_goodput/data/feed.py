@@ -14,6 +14,7 @@ from ray_goodput.data.governors import governor_for
 from ray_goodput.data.lookahead import LookAhead, first_needs
 from ray_goodput.data.manifest import Manifest
 from ray_goodput.data.shard_fetcher import ShardFetcher, TableFormat
+from ray_goodput.data.shard_transforms import TransformedFormat
 from ray_goodput.errors import CacheFullError
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ class FetchSpec:
             pin=dataset.on_change == "fail",
             hedge_after_s=dataset.hedge_after_s,
         )
+
+    @property
+    def transforms(self) -> bool:
+        """Whether there is a `transform_shard`."""
+        return isinstance(self.format, TransformedFormat)
 
     def open_manifest(self) -> Manifest:
         """The manifest, decoded."""

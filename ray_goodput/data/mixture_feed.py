@@ -44,6 +44,21 @@ class MixtureFetcher:
         fetcher, own = self._own(data_shard)
         return fetcher.ensure(own)
 
+    def transforms(self, data_shard: int) -> bool:
+        """As `ShardFetcher.transforms`."""
+        fetcher, own = self._own(data_shard)
+        return fetcher.transforms(own)
+
+    def load(self, data_shard: int) -> pa.Table:
+        """As `ShardFetcher.load`."""
+        fetcher, own = self._own(data_shard)
+        return fetcher.load(own)
+
+    def put(self, data_shard: int, table: pa.Table) -> Fetched:
+        """As `ShardFetcher.put`."""
+        fetcher, own = self._own(data_shard)
+        return fetcher.put(own, table)
+
     def table(self, data_shard: int) -> pa.Table:
         """The data shard, memory-mapped from the cache, fetched first if need be. Raises as `ensure` does."""
         fetcher, own = self._own(data_shard)
@@ -65,6 +80,11 @@ class MixtureFetchSpec:
     global_batch_size: int
     prefetch_shards: int
     cache_limit_bytes: int | None
+
+    @property
+    def transforms(self) -> bool:
+        """Whether any of the datasets has a `transform_shard`."""
+        return any(spec.transforms for spec in self.members)
 
     def open_manifest(self) -> MixtureManifest:
         """The manifests, decoded."""
@@ -94,3 +114,4 @@ class MixtureFetchSpec:
 
 
 AnyFetchSpec = FetchSpec | MixtureFetchSpec
+AnyFetcher = ShardFetcher | MixtureFetcher

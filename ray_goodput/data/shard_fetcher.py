@@ -18,6 +18,7 @@ import pyarrow as pa
 from ray_goodput.data.cache import NodeCache, content_name
 from ray_goodput.data.formats.base import GroupingFormat, GuessingFormat
 from ray_goodput.data.groups import FileGroup
+from ray_goodput.data.shard_transforms import TransformedFormat
 from ray_goodput.errors import (
     CacheFullError,
     ObjectChangedError,
@@ -119,7 +120,24 @@ class ShardFetcher:
         with self._alone(name), self.cache.fetching(name):
             if self.cache.contains(name):
                 return Fetched()
-            return self._fetch(self.manifest.shard(data_shard), name)
+            shard = self.manifest.shard(data_shard)
+            return self._write(shard, name, self._load(shard, name))
+
+    def transforms(self, data_shard: int) -> bool:
+        """Whether the data shard goes through a `transform_shard`."""
+        return isinstance(self._format, TransformedFormat)
+
+    def load(self, data_shard: int) -> pa.Table:
+        """The data shard from the store, past the cache: for `put` on another node. Raises as `ensure` does."""
+        return self._load(self.manifest.shard(data_shard), self.name(data_shard))
+
+    def put(self, data_shard: int, table: pa.Table) -> Fetched:
+        """What `load` gave, maybe elsewhere, is cached here. Raises CacheFullError."""
+        name = self.name(data_shard)
+        with self._alone(name), self.cache.fetching(name):
+            if self.cache.contains(name):
+                return Fetched()
+            return self._write(self.manifest.shard(data_shard), name, table)
 
     def table(self, data_shard: int) -> pa.Table:
         """The data shard, memory-mapped from the cache, fetched first if need be. Raises as `ensure` does."""
@@ -156,7 +174,12 @@ class ShardFetcher:
         # What is taken as it is may be something else than the name says: nobody who pins may find it.
         return identity if self._pin else f"{identity} unpinned"
 
-    def _fetch(self, shard: DataShard, name: str) -> Fetched:
+    def _write(self, shard: DataShard, name: str, table: pa.Table) -> Fetched:
+        self.cache.write(name, table)
+        self.cache.count_fetched(shard.size_bytes)
+        return Fetched(shard.size_bytes)
+
+    def _load(self, shard: DataShard, name: str) -> pa.Table:
         pause_s = _FIRST_PAUSE_S
         for left in reversed(range(_ATTEMPTS)):
             try:
@@ -178,9 +201,7 @@ class ShardFetcher:
                 logger.info("%s: attempt failed, %d left: %s", self._title(shard), left, error)
                 time.sleep(pause_s * (0.5 + random.random()))
                 pause_s *= 2
-        self.cache.write(name, self._checked(shard, table))
-        self.cache.count_fetched(shard.size_bytes)
-        return Fetched(shard.size_bytes)
+        return self._checked(shard, table)
 
     def _download(self, shard: DataShard, name: str) -> pa.Table:
         with self.cache.reserve(shard.size_bytes, name) as folder:

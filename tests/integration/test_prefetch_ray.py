@@ -8,9 +8,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -28,9 +28,11 @@ from ray_goodput.core.placement import shard_visits
 from ray_goodput.data.cache import NodeCache
 from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.feed import FeedSpec, FetchSpec
+from ray_goodput.data.formats import ShardFormat
 from ray_goodput.data.lookahead import first_needs
 from ray_goodput.data.manifest import Manifest
 from ray_goodput.data.shard_fetcher import ShardFetcher
+from ray_goodput.data.shard_transforms import transformed
 from ray_goodput.errors import ShardReadError
 from ray_goodput.storage import open_store
 from ray_goodput.storage.protocol import ObjectInfo
@@ -212,6 +214,30 @@ def test_a_shard_asked_for_before_the_pool_is_there_is_fetched_by_the_actor_at_o
     source.close()  # the old attempt's goodbye does not end the new feed
     assert ray.get(setup.actor.advance.remote("train", 0, 2))
     again.close()
+
+
+def test_shards_are_transformed_once_each_in_tasks_and_written_by_the_nodes_own_actors(setup: Setup) -> None:
+    hog: Any = ray.remote(num_cpus=1)(_Hog).remote()  # a train worker holds every CPU
+    ray.get(hog.ping.remote())
+    log = setup.log.with_name("transforms")
+
+    def negated(table: pa.Table) -> pa.Table:
+        with log.open("a") as file:
+            file.write(f"{table['x'][0].as_py() // ROWS} {os.getpid()}\n")
+        return pa.table({"x": pa.array(-table["x"].to_numpy())})
+
+    fmt: Any = transformed(cast(ShardFormat, setup.spec.format), negated, "1", "same")
+    setup.spec = replace(setup.spec, format=fmt)
+    source = setup.source()
+    seen = setup.read(source, 2 * SHARDS * ROWS)
+    until(lambda: ray.get(setup.actor.stats.remote()).counts.fetched_shards == SHARDS)  # pools report a moment later
+    source.close()
+    assert Counter(seen) == {-x: 2 for x in range(SHARDS * ROWS)}
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert Counter(int(shard) for shard, _ in lines) == dict.fromkeys(range(SHARDS), 1)
+    assert {int(pid) for _, pid in lines} == {pid for _, pid in setup.downloads()}
+    assert setup.actor_pid() not in {pid for _, pid in setup.downloads()}
+    ray.kill(hog)
 
 
 def test_a_worker_whose_actor_is_gone_for_good_fetches_by_itself_and_errors_come_out_as_themselves(
