@@ -94,6 +94,10 @@ class Setup:
     def actor_pid(self) -> int:
         return ray.get(self.actor.__ray_call__.remote(lambda self: os.getpid()))
 
+    def num_fetched(self) -> int:
+        stats: Any = ray.get(self.actor.stats.remote())
+        return stats.counts.fetched_shards
+
     def source(self, attempt: int = 1) -> ActorShardSource:
         return ActorShardSource(self.actor, "train", self.spec, self.feed, attempt=attempt, root=self.root).open()
 
@@ -230,7 +234,7 @@ def test_shards_are_transformed_once_each_in_tasks_and_written_by_the_nodes_own_
     setup.spec = replace(setup.spec, format=fmt)
     source = setup.source()
     seen = setup.read(source, 2 * SHARDS * ROWS)
-    until(lambda: ray.get(setup.actor.stats.remote()).counts.fetched_shards == SHARDS)  # pools report a moment later
+    until(lambda: setup.num_fetched() == SHARDS)  # pools report a moment later
     source.close()
     assert Counter(seen) == {-x: 2 for x in range(SHARDS * ROWS)}
     lines = [line.split() for line in log.read_text().splitlines()]
