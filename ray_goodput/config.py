@@ -63,6 +63,10 @@ class CheckpointConfig:
     keep_every: also keep for ever each checkpoint whose step is a multiple of this.
     when_full: when the previous saves still hold both staging slots of some rank, "skip" this save or "wait"; both are
         counted.
+    every_local: when to save also to the nearer tiers, in between: the nodes' NVMe (and peers). Such a save costs the
+        same stall, no network, and survives the processes. As `every`; default: "auto" if `every` is, else never.
+    peer_copies: on how many other nodes each save is copied, so that it survives its own. Another failure domain is
+        preferred, as the label `ray-goodput/failure-domain` of the Ray nodes, or their zone, tells.
     staging_dir: folder for the staging slots (two a rank, each the size of a rank's slice). Default: shared memory
         when it has room, else the node's local directory.
     """
@@ -72,23 +76,31 @@ class CheckpointConfig:
     keep_every: int | None = None
     when_full: Literal["wait", "skip"] = "skip"
     staging_dir: str | None = None
+    every_local: int | str | None = None
+    peer_copies: int = 0
 
     def __post_init__(self) -> None:
-        # Not every caller has a type checker.
-        if isinstance(self.every, bool) or not isinstance(self.every, int | str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(
-                f'CheckpointConfig(every={self.every!r}): give steps, a duration like "10min", or "auto".'
-            )
-        if isinstance(self.every, int) and self.every < 1:
-            raise ConfigError(f"CheckpointConfig(every={self.every}): the number of steps must be at least 1.")
-        if isinstance(self.every, str) and self.every != "auto" and parse_duration_s(self.every) <= 0:
-            raise ConfigError(f"CheckpointConfig(every={self.every!r}): the duration must be above 0.")
+        _check_interval("every", self.every)
+        if self.every_local is not None:
+            _check_interval("every_local", self.every_local)
+        if self.peer_copies < 0:
+            raise ConfigError(f"CheckpointConfig(peer_copies={self.peer_copies}): must be 0 or more.")
         if self.keep_last < 1:
             raise ConfigError(f"CheckpointConfig(keep_last={self.keep_last}): at least 1 checkpoint must be kept.")
         if self.keep_every is not None and self.keep_every < 1:
             raise ConfigError(f"CheckpointConfig(keep_every={self.keep_every}): must be at least 1 step.")
         if self.when_full not in ("wait", "skip"):
             raise ConfigError(f'CheckpointConfig(when_full={self.when_full!r}): give "wait" or "skip".')
+
+
+def _check_interval(name: str, every: int | str) -> None:
+    # Not every caller has a type checker.
+    if isinstance(every, bool) or not isinstance(every, int | str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f'CheckpointConfig({name}={every!r}): give steps, a duration like "10min", or "auto".')
+    if isinstance(every, int) and every < 1:
+        raise ConfigError(f"CheckpointConfig({name}={every}): the number of steps must be at least 1.")
+    if isinstance(every, str) and every != "auto" and parse_duration_s(every) <= 0:
+        raise ConfigError(f"CheckpointConfig({name}={every!r}): the duration must be above 0.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -21,8 +21,9 @@ from ray_goodput.core.commit import (
     CheckpointId,
     CommitRecord,
     LandedSlice,
-    ObjectRecord,
+    assemble_record,
 )
+from ray_goodput.core.near_copies import NearRecord
 from ray_goodput.errors import CorruptCheckpointError, FencedError, ObjectNotFoundError, StorageError
 from ray_goodput.storage.checksum import xxh3_128_hex
 from ray_goodput.storage.protocol import ObjectStore
@@ -56,6 +57,7 @@ class CommitLog:
         self._catalog = Catalog()
         self._pending: dict[CheckpointId, _Pending] = {}
         self._fence = 0
+        self._trunk: CheckpointId | None = None  # what the newest attempt resumed from, if that is not committed
         self._highest_attempt = 0
         self._sweep_failed = False
         self._changed = threading.Condition()
@@ -93,8 +95,11 @@ class CommitLog:
         with self._changed:
             return list(self._catalog.newest_first())
 
-    def fence_and_choose(self, attempt: int) -> CommitRecord | None:
+    def fence_and_choose(self, attempt: int, near: Sequence[NearRecord] = ()) -> CommitRecord | None:
         """The resume point of `attempt`; from now on no earlier attempt can commit.
+
+        near: saves that lie complete on nodes that answer, newest first. One that is newer than the newest commit is
+            chosen, and is then part of the run's history: it, and what its attempt saved before it, may still commit.
 
         Raises:
             FencedError: a later attempt has already asked.
@@ -107,16 +112,28 @@ class CommitLog:
                     f"Attempt {attempt} was replaced by attempt {self._fence}; it may not restore or save."
                 )
             self._fence = attempt
-            for checkpoint in [c for c in self._pending if c.attempt < attempt]:
-                del self._pending[checkpoint]
             newest, bad = self._catalog.newest(), self._catalog.bad
-        if newest is None and bad:
+            chosen = next((r for r in near if newest is None or r.checkpoint > newest.checkpoint), newest)
+            self._trunk = chosen.checkpoint if isinstance(chosen, NearRecord) else None
+            for checkpoint in [c for c in self._pending if self._is_fenced(c)]:
+                del self._pending[checkpoint]
+        if chosen is None and bad:
             reasons = "; ".join(f"{checkpoint.folder} ({reason})" for checkpoint, reason in sorted(bad.items()))
             raise CorruptCheckpointError(
                 f"All {len(bad)} checkpoint(s) of this run are damaged: {reasons}. Training does not start from "
                 "scratch by itself: mend the storage, or choose a new RunConfig(name=...) to begin anew."
             )
-        return newest
+        return chosen
+
+    def may_still_commit(self, checkpoint: CheckpointId) -> bool:
+        """Whether it is committed, or of an attempt that nobody has replaced, or what the newest attempt goes on
+        from."""
+        with self._changed:
+            return self._catalog.get(checkpoint) is not None or not self._is_fenced(checkpoint)
+
+    def is_committed(self, checkpoint: CheckpointId) -> bool:
+        with self._changed:
+            return self._catalog.get(checkpoint) is not None
 
     def mark_bad(self, checkpoint: CheckpointId, reason: str) -> None:
         """Take a damaged checkpoint out of the choice; said once, by the first rank that finds it."""
@@ -171,7 +188,11 @@ class CommitLog:
             committed = [r.checkpoint for r in self._catalog.newest_first()]
             committed += list(self._catalog.bad)
             fence = self._fence
-        abandoned = abandoned_folders(self._folders(), committed=committed + old, fenced_below_attempt=fence)
+        abandoned = [
+            folder
+            for folder in abandoned_folders(self._folders(), committed=committed + old, fenced_below_attempt=fence)
+            if not self.may_still_commit(folder)
+        ]
         gone = []
         for checkpoint in [*old, *abandoned]:
             folder = f"{CHECKPOINTS}/{checkpoint.folder}"
@@ -193,26 +214,9 @@ class CommitLog:
             self._sweep_failed = True
 
     def _commit(self, checkpoint: CheckpointId, landed: Mapping[int, LandedSlice]) -> CommitRecord:
-        slices = [landed[rank].slice for rank in sorted(landed)]
-        first = slices[0]
-        metadata = next((s.metadata for s in slices if s.metadata is not None), None)
-        if metadata is None:
-            raise StorageError(f"No rank sent DCP metadata for {checkpoint.folder}; it cannot be committed.")
-        digests = {s.structure_digest for s in slices}
-        if len(digests) > 1:
-            raise StorageError(f"Ranks disagree on the structure of {checkpoint.folder} ({len(digests)} digests).")
-        objects = [o for part in landed.values() for o in part.objects]
-        objects.append(ObjectRecord(name=METADATA_NAME, size_bytes=len(metadata), xxh3_128=xxh3_128_hex(metadata)))
-        record = CommitRecord(
-            run=self._run,
-            checkpoint=checkpoint,
-            world_size=first.world_size,
-            structure_digest=first.structure_digest,
-            cursors=first.cursors,
-            objects=tuple(sorted(objects, key=lambda o: o.name)),
-            committed_at_s=self._clock.at_s(),
-            extra=first.extra,
-        )
+        fields = assemble_record(self._run, landed, xxh3_128_hex, committed_at_s=self._clock.at_s())
+        record = CommitRecord(**fields)
+        metadata = next(part.slice.metadata for part in landed.values() if part.slice.metadata is not None)
         folder = f"{CHECKPOINTS}/{checkpoint.folder}"
         self._store.put(f"{folder}/{METADATA_NAME}", metadata)
         with self._decision:
@@ -225,8 +229,13 @@ class CommitLog:
                 self._changed.notify_all()
         return record
 
+    def _is_fenced(self, checkpoint: CheckpointId) -> bool:
+        trunk = self._trunk
+        of_trunk = trunk is not None and checkpoint.attempt == trunk.attempt and checkpoint.step <= trunk.step
+        return checkpoint.attempt < self._fence and not of_trunk
+
     def _check_fence(self, checkpoint: CheckpointId) -> None:
-        if checkpoint.attempt < self._fence:
+        if self._is_fenced(checkpoint):
             raise FencedError(
                 f"The save of step {checkpoint.step} belongs to attempt {checkpoint.attempt}, "
                 f"which attempt {self._fence} has replaced; it was not committed."

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ray_goodput.actors.commits import CommitLog
+from ray_goodput.actors.identity import run_identity
 from ray_goodput.actors.ledger_store import LedgerStore
 from ray_goodput.actors.metrics_store import MetricsStore
 from ray_goodput.actors.metrics_tail import MetricsNews, MetricsTail
 from ray_goodput.actors.progress_watch import ProgressWatch
+from ray_goodput.actors.resume_points import ResumePoints
 from ray_goodput.actors.save_times import SaveTimes
 from ray_goodput.clock import Clock
 from ray_goodput.config import WatchdogConfig
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
 from ray_goodput.core.run_state import HeartbeatAnswer, Resume, RunStatus, WorkerInfo
+from ray_goodput.core.tiers import peers_of
 from ray_goodput.errors import GoodputError
 from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.goodput.metrics import RunFigures
@@ -44,7 +48,11 @@ class RunEnd:
 
 
 class RunCoordinator:
-    """Thread-safe. `open()` reads the storage and starts the housekeeping thread."""
+    """Thread-safe. `open()` reads the storage and starts the housekeeping thread.
+
+    answering: those of the given nodes whose vaults answer now.
+    domains: failure domain of each node that has a vault.
+    """
 
     def __init__(
         self,
@@ -57,8 +65,13 @@ class RunCoordinator:
         keep_last: int = 3,
         keep_every: int | None = None,
         watchdog: WatchdogConfig | None = None,
+        answering: Callable[[Collection[str]], Collection[str]] = lambda nodes: nodes,
+        domains: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._run = run
+        self._store = store
+        self._answering = answering
+        self._domains = domains
         self._clock = clock
         self._commits = CommitLog(run=run, store=store, clock=clock, keep_last=keep_last, keep_every=keep_every)
         self._ledger = LedgerStore(store=store, clock=clock, target_world=target_world)
@@ -89,6 +102,10 @@ class RunCoordinator:
             StorageError: the storage cannot be read.
         """
         self._commits.open()
+        self._run_id = run_identity(self._store)
+        self._points = ResumePoints(
+            run=self._run, run_id=self._run_id, commits=self._commits, answering=self._answering
+        )
         self._ledger.open(self._run_started_at)
         self._attempt = max(self._commits.highest_attempt, self._ledger.highest_attempt)
         self._commits.restore_fence(self._attempt)
@@ -200,12 +217,33 @@ class RunCoordinator:
     # checkpoints
 
     def resume_point(self, attempt: int) -> CommitRecord | None:
-        """Where `attempt` goes on; earlier attempts can no longer commit."""
+        """Where `attempt` goes on, a `NearRecord` if that is not committed; earlier attempts can no longer commit."""
         self._heard_of(attempt)
-        return self._commits.fence_and_choose(attempt)
+        return self._points.choose(attempt)
 
     def mark_bad(self, checkpoint: CheckpointId, reason: str) -> None:
-        self._commits.mark_bad(checkpoint, reason)
+        self._points.mark_bad(checkpoint, reason)
+
+    def identity(self) -> str:
+        """The run's own id: a run of the same name in the same place has another one."""
+        return self._run_id
+
+    def held(self, landed: LandedSlice, node_id: str) -> CheckpointId | None:
+        """See `ResumePoints.held`."""
+        self._heard_of(landed.slice.checkpoint.attempt)
+        return self._points.held(landed, node_id)
+
+    def holders(self, checkpoint: CheckpointId) -> dict[str, tuple[str, ...]]:
+        return self._points.holders(checkpoint)
+
+    def peers(self, node_id: str) -> tuple[str, ...]:
+        """Nodes for copies of what `node_id` holds, best first."""
+        return peers_of(node_id, self._domains())
+
+    def restores_by_tier(self) -> dict[str, int]:
+        """How many attempts of this life of the coordinator had to read from which tier."""
+        with self._lock:
+            return dict(Counter(r.tier for r in self._resumes))
 
     def resumed(self, attempt: int, step: int, tier: str) -> None:
         """All ranks of `attempt` have loaded their state and go on after `step`. Idempotent."""
@@ -251,9 +289,11 @@ class RunCoordinator:
         return newest.checkpoint.step if newest is not None else -1
 
     def last_committed(self) -> CheckpointId | None:
-        """The good commit made last: of the latest attempt that has any, which need not be the one of the largest
-        step."""
-        return max((r.checkpoint for r in self._commits.records()), key=lambda c: (c.attempt, c.step), default=None)
+        """The save made last that survives processes, committed or complete on the nodes: of the latest attempt that
+        has any, which need not be the one of the largest step."""
+        saves = [r.checkpoint for r in self._commits.records()]
+        near = self._points.newest_complete()
+        return max([*saves, *([near] if near else [])], key=lambda c: (c.attempt, c.step), default=None)
 
     # for people and tools
 

@@ -31,13 +31,16 @@ from ray_goodput.actors.names import (
     slots_dirs,
     vault_name,
 )
+from ray_goodput.actors.peer_copy import PeerCopier
 from ray_goodput.actors.process_look import RankLook
 from ray_goodput.actors.remote import CONTROL, RemoteProxy, with_control_threads
 from ray_goodput.actors.spec import RunSpec
 from ray_goodput.actors.vault import CheckpointVault
+from ray_goodput.actors.vaults import answering_vaults, connect_vault, failure_domains
 from ray_goodput.actors.watchdog import Watchdog
 from ray_goodput.clock import SystemClock
 from ray_goodput.config import environment
+from ray_goodput.core.commit import CheckpointId, LandedSlice
 from ray_goodput.core.run_state import HeartbeatAnswer
 from ray_goodput.errors import RunInUseError, StorageError
 from ray_goodput.goodput.journal import JournalPage
@@ -48,6 +51,9 @@ logger = logging.getLogger(__name__)
 _IMMORTAL = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "namespace": NAMESPACE}
 _NICENESS = 10
 _VAULT_TIMEOUT_S = 20.0
+_NEAR = "near"  # the group of threads of calls that move copies between nodes
+_NEAR_THREADS = 8
+_NEAR_TIMEOUT_S = 20.0
 _DEAD_DRIVER_WAIT_S = 15.0
 _MAX_PAUSE_S = 30.0
 
@@ -65,6 +71,8 @@ class _CoordinatorProcess(RunCoordinator):
             keep_last=spec.checkpoint.keep_last,
             keep_every=spec.checkpoint.keep_every,
             watchdog=spec.watchdog,
+            answering=lambda nodes: answering_vaults(spec.key, nodes),
+            domains=lambda: failure_domains(spec.key),
         )
         self._driver_pid = spec.driver_pid
         self._problem: StorageError | None = None
@@ -118,14 +126,24 @@ class _VaultProcess(CheckpointVault):
         except (OSError, psutil.Error, AttributeError) as error:
             logger.info("The vault's I/O priority could not be lowered (%s).", error)
         local_dir = environment().local_dir
+        # Proxies have an actor's methods by name, which no type checker can see.
+        coordinator: Any = RemoteProxy(coordinator_name(spec.key))
+        near: Any = RemoteProxy(coordinator_name(spec.key), timeout_s=_NEAR_TIMEOUT_S)
+        peers = PeerCopier(
+            node_id=node_id,
+            copies=spec.checkpoint.peer_copies,
+            peers=near,
+            connect=lambda node: connect_vault(spec.key, node),
+        )
         super().__init__(
             node_id=node_id,
             store=open_store(spec.store),
-            # The proxy has the coordinator's methods by name, which no type checker can see.
-            coordinator=RemoteProxy(coordinator_name(spec.key)),  # type: ignore[arg-type]
+            coordinator=coordinator,
             local_checkpoints=local_checkpoints_dir(local_dir, spec.key),
             slots=slots_dirs(local_dir, spec.key, spec.checkpoint.staging_dir),
             journals=journals_dir(local_dir, spec.key),
+            near=near,
+            peers=peers if spec.checkpoint.peer_copies else None,
         )
 
     @ray.method(concurrency_group=CONTROL)
@@ -140,6 +158,24 @@ class _VaultProcess(CheckpointVault):
     @ray.method(concurrency_group=CONTROL)
     def kill(self, ranks: Sequence[tuple[int, int]]) -> list[int]:
         return super().kill(ranks)
+
+    # Copies have threads of their own: two vaults that copy to each other must not wait for each other's uploads.
+
+    @ray.method(concurrency_group=_NEAR)
+    def hold(self, attempt: int) -> None:
+        super().hold(attempt)
+
+    @ray.method(concurrency_group=_NEAR)
+    def receive(self, checkpoint: CheckpointId, name: str, sender: str, offset: int, data: bytes) -> None:
+        super().receive(checkpoint, name, sender, offset, data)
+
+    @ray.method(concurrency_group=_NEAR)
+    def received(self, landed: LandedSlice, sender: str) -> None:
+        super().received(landed, sender)
+
+    @ray.method(concurrency_group=_NEAR)
+    def read(self, checkpoint: CheckpointId, name: str, offset: int, size_bytes: int) -> bytes:
+        return super().read(checkpoint, name, offset, size_bytes)
 
 
 class _Opens(Protocol):
@@ -212,7 +248,7 @@ def _vault_for_the_watchdog(key: str, node_id: str) -> Any:
 
 
 def vault_class() -> Any:
-    return with_control_threads(_VaultProcess)
+    return with_control_threads(_VaultProcess, near=_NEAR_THREADS)
 
 
 def start_vault(spec: RunSpec, node_id: str) -> Any:

@@ -17,10 +17,10 @@ CONTROL = "control"
 _CONTROL_THREADS = 4
 
 
-def with_control_threads(process: type) -> Any:
-    """An actor class with threads of their own for calls in the group `CONTROL`."""
+def with_control_threads(process: type, **more_groups: int) -> Any:
+    """An actor class with threads of their own for calls in the group `CONTROL`, and in `more_groups`."""
     remote: Any = ray.remote  # its overloads do not know of groups
-    return remote(concurrency_groups={CONTROL: _CONTROL_THREADS})(process)
+    return remote(concurrency_groups={CONTROL: _CONTROL_THREADS, **more_groups})(process)
 
 
 class RemoteProxy:

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from ray_goodput.actors.commits import CHECKPOINTS
 from ray_goodput.actors.names import parse_attempt_dir
 from ray_goodput.actors.process_look import RankLook, kill_ranks, look_at_ranks
-from ray_goodput.actors.slot_file import MappedSlot, checksum_extent, copy_extent
+from ray_goodput.actors.node_copies import Flushed, NearPort, NodeCopies
+from ray_goodput.actors.peer_copy import PeerCopier
 from ray_goodput.checkpoint.sidecar import sidecar_path, staged_in
-from ray_goodput.core.commit import METADATA_NAME, CheckpointId, LandedSlice, ObjectRecord, StagedSlice
+from ray_goodput.core.commit import CheckpointId, LandedSlice, StagedSlice
+from ray_goodput.core.tiers import SaveTier
 from ray_goodput.errors import FencedError, GoodputError, RunError, StorageAccessError, StorageError
 from ray_goodput.goodput.journal import read_journal
 from ray_goodput.storage.protocol import ObjectStore
@@ -47,6 +48,7 @@ class CheckpointVault:
 
     Thread-safe; each call of `persist` does its work in the caller's thread.
 
+    near: who chooses among copies on nodes; peers: who copies slices to other nodes. Without them only storage counts.
     give_up_after_s: how long an upload is tried again while the store fails. The slot stays taken meanwhile, so at
         most two saves a rank wait, whatever the store does.
     """
@@ -63,22 +65,22 @@ class CheckpointVault:
         keep_local: int = 2,
         give_up_after_s: float = 900.0,
         sleep: Callable[[float], None] = time.sleep,
+        near: NearPort | None = None,
+        peers: PeerCopier | None = None,
     ) -> None:
         self._node_id = node_id
         self._store = store
         self._coordinator = coordinator
-        self._local = local_checkpoints
+        self._copies = NodeCopies(node_id=node_id, folder=local_checkpoints, keep=keep_local, near=near)
+        self._peers = peers
         self._slots = slots
         self._journals = journals
-        self._keep_local = keep_local
         self._give_up_after_s = give_up_after_s
         self._sleep = sleep
         self._adopting = threading.Lock()
         self._lock = threading.Lock()
         self._landed: dict[int, LandedSlice] = {}  # world rank -> its newest slice in storage
         self._turns: dict[str, threading.Lock] = {}  # slot path -> who works on it
-        self._writing: Counter[CheckpointId] = Counter()
-        self._kept: CheckpointId | None = None
 
     def ping(self) -> str:
         """The node's id, as a sign of life."""
@@ -93,71 +95,86 @@ class CheckpointVault:
         return kill_ranks(ranks)
 
     def persist(self, staged: StagedSlice) -> None:
-        """Every extent of the slot is an object in storage afterwards, and the coordinator knows. Idempotent.
+        """The slice is as far as its tier says, and the coordinator knows. Idempotent.
 
         Calls for one slot take turns: the next attempt's `adopt` may meet the call of a worker that is gone.
 
         Raises:
             FencedError: the slice's attempt was replaced.
-            StorageError: the store kept failing for `give_up_after_s`, or can never work (keys, permissions).
+            StorageError: the store kept failing for `give_up_after_s`, or can never work (keys, permissions); or a
+                slice that goes no farther found no room on NVMe.
         """
         with self._lock:
             turn = self._turns.setdefault(staged.slot_path, threading.Lock())
         with turn:
             landed = self._landed_slice(staged)
             if landed is None:
-                with self._in_use(staged.checkpoint):
-                    landed = self._put_into_storage(staged)
-            self._until_it_works(
-                lambda: self._coordinator.landed(landed), what=f"{_title(staged)}: telling the coordinator"
-            )
+                with self._copies.in_use(staged.checkpoint):
+                    landed = self._bring(staged)
+            if landed is not None:
+                self._tell_landed(landed)
             sidecar_path(staged.slot_path).unlink(missing_ok=True)  # nothing is left for `adopt` to finish
-        self._drop_old_copies()
+        self._copies.drop_old()
 
-    def _put_into_storage(self, staged: StagedSlice) -> LandedSlice:
+    def _bring(self, staged: StagedSlice) -> LandedSlice | None:
+        """The slice is on NVMe, at peers and in storage, as its tier wants; what landed in storage."""
         started = time.monotonic()
-        folder = staged.checkpoint.folder
-        parts = self._flush(staged)
-
-        def upload() -> None:
-            for part in parts:
-                self._store.upload_file(
-                    f"{CHECKPOINTS}/{folder}/{part.record.name}",
-                    part.path,
-                    offset=part.offset,
-                    size_bytes=part.record.size_bytes,
-                )
-
-        self._until_it_works(upload, what=f"{_title(staged)}: upload")
-        landed = LandedSlice(
-            slice=staged,
-            objects=tuple(part.record for part in parts),
-            node_id=self._node_id,
-            upload_s=time.monotonic() - started,
-        )
+        flushed = self._copies.flush(staged)
+        with self._copying_to_peers(flushed):
+            if staged.tier is not SaveTier.STORAGE:
+                if not flushed.held:
+                    raise StorageError(f"{_title(staged)}: there is no room for a copy on this node's disk.")
+                return None
+            self._until_it_works(lambda: self._upload(flushed), what=f"{_title(staged)}: upload")
+        landed = replace(flushed.landed, upload_s=time.monotonic() - started)
         with self._lock:
             self._landed[staged.world_rank] = landed
         return landed
 
-    def _flush(self, staged: StagedSlice) -> list[_Part]:
-        """Copy the slot to NVMe and take checksums; what finds no room there is uploaded from the slot itself."""
-        local = self._local / staged.checkpoint.folder
-        parts = []
-        with MappedSlot(staged.slot_path) as slot:
-            for extent in staged.extents:
-                path = local / extent.name
+    def _upload(self, flushed: Flushed) -> None:
+        folder = flushed.landed.slice.checkpoint.folder
+        for part in flushed.parts:
+            key = f"{CHECKPOINTS}/{folder}/{part.record.name}"
+            self._store.upload_file(key, part.path, offset=part.offset, size_bytes=part.record.size_bytes)
+
+    @contextlib.contextmanager
+    def _copying_to_peers(self, flushed: Flushed) -> Iterator[None]:
+        """Beside what is done inside, the slice is copied; both are over afterwards."""
+        if self._peers is None or flushed.landed.slice.tier < SaveTier.PEER:
+            yield
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="peer-copy") as pool:
+            pool.submit(self._peers.copy, flushed)
+            yield
+
+    def _tell_landed(self, landed: LandedSlice) -> None:
+        what = f"{_title(landed.slice)}: telling the coordinator"
+        self._until_it_works(lambda: self._coordinator.landed(landed), what=what)
+
+    def hold(self, attempt: int) -> None:
+        """What workers of attempts before `attempt` staged is on NVMe, and the coordinator knows all that is held here:
+        it is about to choose where `attempt` goes on. Uploads are not waited for."""
+        for folder in self._old_slots(attempt):
+            for staged in staged_in(folder):
                 try:
-                    local.mkdir(parents=True, exist_ok=True)
-                    part = _Part(copy_extent(slot, extent, path), path, 0)
-                except OSError as error:
-                    logger.warning("No local copy of %s of %s: %s", extent.name, staged.checkpoint.folder, error)
-                    record = ObjectRecord(
-                        name=extent.name, size_bytes=extent.size_bytes, xxh3_128=checksum_extent(slot, extent)
-                    )
-                    part = _Part(record, Path(staged.slot_path), extent.offset)
-                if extent.name != METADATA_NAME:  # the coordinator writes that one, when all ranks have landed
-                    parts.append(part)
-        return parts
+                    self._copies.flush(staged)
+                except FencedError as error:
+                    logger.info("%s", error)
+                except (GoodputError, OSError) as error:
+                    logger.warning("%s, left by a worker that is gone, cannot be used: %s", _title(staged), error)
+        self._copies.tell_all()
+
+    def receive(self, checkpoint: CheckpointId, name: str, sender: str, offset: int, data: bytes) -> None:
+        """See `NodeCopies.receive`."""
+        self._copies.receive(checkpoint, name, sender, offset, data)
+
+    def received(self, landed: LandedSlice, sender: str) -> None:
+        """See `NodeCopies.received`."""
+        self._copies.received(landed, sender)
+
+    def read(self, checkpoint: CheckpointId, name: str, offset: int, size_bytes: int) -> bytes:
+        """See `NodeCopies.read`."""
+        return self._copies.read(checkpoint, name, offset, size_bytes)
 
     def _landed_slice(self, staged: StagedSlice) -> LandedSlice | None:
         with self._lock:
@@ -166,18 +183,7 @@ class CheckpointVault:
 
     def keep(self, checkpoint: CheckpointId) -> None:
         """A rank of this node is about to read this checkpoint: its local copy stays until another one is named."""
-        with self._lock:
-            self._kept = checkpoint
-
-    @contextlib.contextmanager
-    def _in_use(self, checkpoint: CheckpointId) -> Iterator[None]:
-        with self._lock:
-            self._writing[checkpoint] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._writing[checkpoint] -= 1
+        self._copies.keep(checkpoint)
 
     def land_again(self, step: int | None = None) -> None:
         """Tell the coordinator once more what of `step`, or of every rank's newest save, is in storage: it may have
@@ -187,6 +193,8 @@ class CheckpointVault:
         for part in landed:
             with contextlib.suppress(FencedError):  # a dead attempt's
                 self._coordinator.landed(part)
+        if step is None:
+            self._copies.tell_all()
 
     def adopt(self, attempt: int) -> None:
         """Finish what workers of attempts before `attempt` left on this node, then clean up after them.
@@ -194,10 +202,7 @@ class CheckpointVault:
         Staged slices are persisted if their attempt may still commit; journals are handed to the coordinator.
         """
         with self._adopting:
-            for folder in sorted(f for root in self._slots for f in root.glob("attempt-*")):
-                old = parse_attempt_dir(folder.name)
-                if old is None or old >= attempt:
-                    continue
+            for folder in self._old_slots(attempt):
                 for staged in staged_in(folder):
                     self._adopt_slice(staged)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -215,6 +220,11 @@ class CheckpointVault:
         for root in self._slots:
             _remove_if_empty(root)
             _remove_if_empty(root.parent)
+
+    def _old_slots(self, attempt: int) -> list[Path]:
+        folders = sorted(f for root in self._slots for f in root.glob("attempt-*"))
+        numbered = [(parse_attempt_dir(folder.name), folder) for folder in folders]
+        return [folder for number, folder in numbered if number is not None and number < attempt]
 
     def _adopt_slice(self, staged: StagedSlice) -> None:
         step, world_rank = staged.checkpoint.step, staged.world_rank
@@ -252,38 +262,10 @@ class CheckpointVault:
             self._sleep(pause_s)
             pause_s = min(pause_s * 2, 30.0)
 
-    def _drop_old_copies(self) -> None:
-        """Keep the local copies that a restore is likely to want: the latest, by attempt and step (after a rollback, an
-        older attempt's higher steps are the older ones), and those being written or read."""
-        copies = [c for c in map(CheckpointId.parse, _names(self._local)) if c is not None]
-        copies.sort(key=lambda c: (c.attempt, c.step))
-        with self._lock:
-            busy = {c for c, users in self._writing.items() if users > 0} | {self._kept}
-            for checkpoint in copies[: -self._keep_local]:
-                if checkpoint not in busy:
-                    shutil.rmtree(self._local / checkpoint.folder, ignore_errors=True)
-            self._writing = Counter({c: users for c, users in self._writing.items() if users > 0})
-
 
 def _remove_if_empty(folder: Path) -> None:
     with contextlib.suppress(OSError):  # not empty, or not there
         folder.rmdir()
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """An object to upload: `record.size_bytes` bytes of the file `path` from `offset` on."""
-
-    record: ObjectRecord
-    path: Path
-    offset: int
 
 
 def _title(staged: StagedSlice) -> str:

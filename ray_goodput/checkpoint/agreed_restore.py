@@ -10,8 +10,9 @@ from typing import Any
 from ray_goodput.checkpoint.ranks import Ranks
 from ray_goodput.checkpoint.reader import LoadReport, load_checkpoint
 from ray_goodput.checkpoint.rng import derive_rng, restore_rng
-from ray_goodput.checkpoint.sources import CheckpointSource
+from ray_goodput.checkpoint.sources import CheckpointSource, farthest
 from ray_goodput.core.commit import CheckpointId, CommitRecord
+from ray_goodput.core.near_copies import NearRecord
 from ray_goodput.errors import CorruptCheckpointError, GoodputError, ObjectNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -60,11 +61,12 @@ def load_newest(
                 raise other
         if not problems:
             assert report is not None
-            tier = "local" if ranks.all_true(report.tier == "local") else "storage"
+            tier = farthest(ranks.gather(report.tier))
             _restore_streams(ranks, record, report, tier)
             return Loaded(record=record, tier=tier)
         reason = str(problems[0])
-        damaged.append(f"{record.checkpoint.folder} ({reason})")
+        if not isinstance(record, NearRecord):  # of copies on nodes nobody was promised that they last
+            damaged.append(f"{record.checkpoint.folder} ({reason})")
         if ranks.world_rank == 0:
             mark_bad(record.checkpoint, reason)
     if damaged:

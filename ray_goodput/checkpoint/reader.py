@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ray_goodput.checkpoint.apply import apply_objects, apply_optimizer, nested, target_tensor
 from ray_goodput.checkpoint.compare import Differences, checkpoint_paths, compare
 from ray_goodput.checkpoint.objects import load_object
-from ray_goodput.checkpoint.sources import CheckpointSource, LocalFirstSource, StoreSource
+from ray_goodput.checkpoint.sources import CheckpointSource, LocalFirstSource, StoreSource, Tier
 from ray_goodput.checkpoint.state import (
     Path,
     collect_state,
@@ -43,14 +43,14 @@ class LoadReport:
     """What was loaded.
 
     world_size: ranks of the world that saved.
-    tier: "local" if everything came from this node's own copies, else "storage".
+    tier: the farthest place that had to be asked: this node's own copies, other nodes ("peer"), or storage.
     rank_state: this rank's own state as it was staged; None on another world size.
     bytes: of tensors read by this rank.
     """
 
     step: int
     world_size: int
-    tier: str
+    tier: Tier
     rank_state: bytes | None
     seconds: float
     bytes: int

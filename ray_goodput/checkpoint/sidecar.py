@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -11,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ray_goodput.core.commit import METADATA_NAME, CheckpointId, Extent, StagedSlice
+from ray_goodput.core.commit import METADATA_NAME, CheckpointId, Extent, LandedSlice, ObjectRecord, StagedSlice
+from ray_goodput.core.tiers import SaveTier
 from ray_goodput.errors import CorruptCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ def sidecar_path(slot_path: str | os.PathLike[str]) -> Path:
 
 def slice_to_dict(staged: StagedSlice) -> dict[str, Any]:
     """JSON-able form of a staged slice. The metadata bytes are not in it: they lie in the slot, as an extent."""
-    return {
+    body = {
         "format": "ray_goodput.slot",
         "version": _SIDECAR_VERSION,
         "step": staged.checkpoint.step,
@@ -50,6 +52,9 @@ def slice_to_dict(staged: StagedSlice) -> dict[str, Any]:
         "cursors": {name: dict(cursor) for name, cursor in staged.cursors.items()},
         "extra": dict(staged.extra),
     }
+    if staged.tier is not SaveTier.STORAGE:  # absent in files of releases that knew only this one
+        body["tier"] = staged.tier.label
+    return body
 
 
 def slice_from_dict(body: dict[str, Any]) -> StagedSlice:
@@ -70,9 +75,40 @@ def slice_from_dict(body: dict[str, Any]) -> StagedSlice:
             structure_digest=body["structure_digest"],
             cursors=body["cursors"],
             extra=body["extra"],
+            tier=SaveTier.parse(body.get("tier", SaveTier.STORAGE.label)),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpointError(f"The description of a staging slot cannot be read ({error!r}).") from error
+
+
+def landed_to_dict(landed: LandedSlice) -> dict[str, Any]:
+    """JSON-able form of a slice that has landed somewhere, with its metadata."""
+    metadata = landed.slice.metadata
+    return {
+        "slice": slice_to_dict(landed.slice),
+        "metadata": None if metadata is None else base64.b64encode(metadata).decode(),
+        "objects": [{"name": o.name, "size_bytes": o.size_bytes, "xxh3_128": o.xxh3_128} for o in landed.objects],
+        "node_id": landed.node_id,
+        "upload_s": landed.upload_s,
+    }
+
+
+def landed_from_dict(body: dict[str, Any]) -> LandedSlice:
+    """The slice `landed_to_dict` described.
+
+    Raises:
+        CorruptCheckpointError: not such a description.
+    """
+    try:
+        metadata = None if body["metadata"] is None else base64.b64decode(body["metadata"], validate=True)
+        return LandedSlice(
+            slice=replace(slice_from_dict(body["slice"]), metadata=metadata),
+            objects=tuple(ObjectRecord(**entry) for entry in body["objects"]),
+            node_id=body["node_id"],
+            upload_s=float(body["upload_s"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"A note about a landed slice cannot be read ({error!r}).") from error
 
 
 def write_sidecar(staged: StagedSlice) -> None:

@@ -6,7 +6,8 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
@@ -19,7 +20,17 @@ from ray_goodput.storage.protocol import ObjectStore
 
 logger = logging.getLogger(__name__)
 
-Tier = Literal["local", "storage"]
+Tier = Literal["local", "peer", "storage"]
+_FAR_TO_NEAR: tuple[Tier, ...] = ("storage", "peer", "local")
+
+
+def farthest(tiers: Iterable[Tier]) -> Tier:
+    """The farthest of the places that had to be asked; "local" if none was."""
+    asked = set(tiers)
+    for tier in _FAR_TO_NEAR:
+        if tier in asked:
+            return tier
+    return "local"
 
 
 class CheckpointSource(Protocol):
@@ -76,20 +87,23 @@ def verify_file(path: Path, entry: ObjectRecord) -> None:
         )
 
 
-class StoreSource:
-    """Objects from a store, each downloaded once a node: ranks of a node share `cache_dir` and wait for each other.
+class FetchedSource(ABC):
+    """Objects fetched to this node, each once: its ranks share `cache_dir` and wait for each other.
 
-    Every process verifies what it reads, once. A cached file that does not verify is downloaded again, once.
+    Every process verifies what it reads, once. A file in the folder that does not verify is fetched again, once.
     """
 
-    def __init__(self, record: CommitRecord, store: ObjectStore, folder: str, cache_dir: str | Path) -> None:
-        """`folder`: the checkpoint's folder inside `store`. `cache_dir`: node-local, for this checkpoint alone."""
+    tier: Tier
+
+    def __init__(self, record: CommitRecord, tier: Tier, cache_dir: str | Path) -> None:
         self.record = record
-        self.tier: Tier = "storage"
-        self._store = store
-        self._folder = folder.rstrip("/")
+        self.tier = tier
         self._cache_dir = Path(cache_dir)
         self._verified = _OncePerName()
+
+    @abstractmethod
+    def _download(self, entry: ObjectRecord, tmp: Path) -> None:
+        """The object's verified bytes are in `tmp`."""
 
     def path(self, name: str) -> Path:
         entry = record_of(self.record, name)
@@ -113,19 +127,33 @@ class StoreSource:
                     verify_file(path, entry)
                     return path
                 except CorruptCheckpointError as error:
-                    logger.warning("%s It is downloaded again.", error)
+                    logger.warning("%s It is fetched again.", error)
                     path.unlink(missing_ok=True)
-            key = f"{self._folder}/{entry.name}" if self._folder else entry.name
             tmp = tmp_path(path)
             try:
-                self._store.download_file(key, tmp)
-                verify_file(tmp, entry)
+                self._download(entry, tmp)
                 tmp.replace(path)
-            except CorruptCheckpointError as error:
-                raise CorruptCheckpointError(f"{self._store.uri}/{key} is damaged: {error}") from error
             finally:
                 tmp.unlink(missing_ok=True)
         return path
+
+
+class StoreSource(FetchedSource):
+    """Objects from a store, each downloaded once a node."""
+
+    def __init__(self, record: CommitRecord, store: ObjectStore, folder: str, cache_dir: str | Path) -> None:
+        """`folder`: the checkpoint's folder inside `store`. `cache_dir`: node-local, for this checkpoint alone."""
+        super().__init__(record, "storage", cache_dir)
+        self._store = store
+        self._folder = folder.rstrip("/")
+
+    def _download(self, entry: ObjectRecord, tmp: Path) -> None:
+        key = f"{self._folder}/{entry.name}" if self._folder else entry.name
+        self._store.download_file(key, tmp)
+        try:
+            verify_file(tmp, entry)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{self._store.uri}/{key} is damaged: {error}") from error
 
 
 class LocalFirstSource:
@@ -161,8 +189,7 @@ class LocalFirstSource:
                 damage = error
         if self._fallback is not None:
             path = self._fallback.path(entry.name)
-            if self._fallback.tier == "storage":
-                self.tier = "storage"
+            self.tier = farthest([self.tier, self._fallback.tier])
             return path
         if damage is not None:
             raise damage

@@ -28,6 +28,7 @@ class CadenceState:
     stall_s: measured seconds training stands still for a save; None before the first.
     latency_s: measured seconds from the end of the stall until the save is durable; None before the first.
     failures, exposure_s: failures so far, over all attempts, in this many accelerator-seconds.
+    share: of failures, those that need what these saves make: all, unless other saves cover the rest.
     """
 
     step: int
@@ -39,6 +40,7 @@ class CadenceState:
     latency_s: float | None = None
     failures: int = 0
     exposure_s: float = 0.0
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +155,9 @@ class AutoCadence(SaveCadence):
         return _due(state, interval_s, why)
 
     def mtbf_s(self, state: CadenceState) -> float:
-        """Estimated mean seconds between failures of this job."""
+        """Estimated mean seconds between the failures of this job that need these saves."""
         prior = self.failures_per_accelerator_year / YEAR_S
-        return 1.0 / (rate_posterior(state.failures, state.exposure_s, prior).mean * self.world)
+        return 1.0 / (rate_posterior(state.failures, state.exposure_s, prior).mean * self.world * state.share)
 
     def interval(self, state: CadenceState) -> tuple[float, str]:
         """Seconds of work between saves, and which rule set them."""

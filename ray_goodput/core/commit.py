@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ray_goodput.errors import CorruptCheckpointError
+from ray_goodput.core.tiers import SaveTier
+from ray_goodput.errors import CorruptCheckpointError, StorageError
 
 COMMIT_NAME = "COMMIT.json"
 METADATA_NAME = ".metadata"
@@ -55,7 +56,8 @@ class StagedSlice:
     """One rank's share of a save, lying complete in a slot file; what a rank tells its node's vault.
 
     `metadata` is set by rank 0 only: the bytes of DCP's `.metadata` for the whole world.
-    `cursors`, `structure_digest` and `extra` are equal on all ranks and end up in the commit record.
+    `cursors` and `structure_digest` are equal on all ranks; they, and rank 0's `extra`, end up in the commit record.
+    `tier`: how far the save is to be brought; below STORAGE it is never committed.
     """
 
     checkpoint: CheckpointId
@@ -67,6 +69,12 @@ class StagedSlice:
     cursors: Mapping[str, Mapping[str, Any]]
     metadata: bytes | None = None
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tier: SaveTier = SaveTier.STORAGE
+
+    @property
+    def life(self) -> str:
+        """Random, one for all ranks of an attempt's life: attempt numbers that could not be noted may come twice."""
+        return str(self.extra.get("life", ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +88,22 @@ class ObjectRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandedSlice:
-    """A rank's share whose objects are in storage; what a vault tells the coordinator."""
+    """A rank's share whose objects are in storage, or lie on a node; what a vault tells the coordinator.
+
+    objects: without `.metadata`, which the coordinator writes when all slices are there.
+    """
 
     slice: StagedSlice
     objects: tuple[ObjectRecord, ...]
     node_id: str
     upload_s: float
+
+    def all_objects(self, checksum: Callable[[bytes], str]) -> tuple[ObjectRecord, ...]:
+        """Its objects, and rank 0's `.metadata`."""
+        data = self.slice.metadata
+        if data is None:
+            return self.objects
+        return (*self.objects, ObjectRecord(name=METADATA_NAME, size_bytes=len(data), xxh3_128=checksum(data)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +185,36 @@ class CommitRecord:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(f"{COMMIT_NAME} cannot be read ({error!r}).") from error
+
+
+def assemble_record(
+    run: str, landed: Mapping[int, LandedSlice], checksum: Callable[[bytes], str], *, committed_at_s: float = 0.0
+) -> dict[str, Any]:
+    """Fields of the `CommitRecord` of a save, from the slices of all its ranks.
+
+    Raises:
+        StorageError: they do not make one save: no rank sent metadata, or the structures differ.
+    """
+    slices = [landed[rank].slice for rank in sorted(landed)]
+    first = slices[0]
+    if all(s.metadata is None for s in slices):
+        raise StorageError(f"No rank sent DCP metadata for {first.checkpoint.folder}; it cannot be committed.")
+    digests = {s.structure_digest for s in slices}
+    if len(digests) > 1:
+        raise StorageError(f"Ranks disagree on the structure of {first.checkpoint.folder} ({len(digests)} digests).")
+    if len({s.life for s in slices}) > 1:
+        raise StorageError(f"The slices of {first.checkpoint.folder} are of different saves; it cannot be committed.")
+    objects = [o for part in landed.values() for o in part.all_objects(checksum)]
+    return {
+        "run": run,
+        "checkpoint": first.checkpoint,
+        "world_size": first.world_size,
+        "structure_digest": first.structure_digest,
+        "cursors": first.cursors,
+        "objects": tuple(sorted(objects, key=lambda o: o.name)),
+        "committed_at_s": committed_at_s,
+        "extra": first.extra,
+    }
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:

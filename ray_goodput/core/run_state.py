@@ -27,7 +27,8 @@ class HeartbeatAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Where an attempt began: after `step` (0: from scratch), read from `tier` ("local", "storage" or "none")."""
+    """Where an attempt began: after `step` (0: from scratch), read from `tier` ("local", "peer",
+    "storage" or "none")."""
 
     attempt: int
     step: int

@@ -7,16 +7,14 @@ No collective runs in a background thread, and no connection has to live as long
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import threading
-from dataclasses import replace
 
 from ray_goodput.actors.commits import CommitLog
 from ray_goodput.actors.names import parse_attempt_dir
-from ray_goodput.checkpoint.sidecar import slice_from_dict, slice_to_dict
-from ray_goodput.core.commit import CheckpointId, LandedSlice, ObjectRecord
+from ray_goodput.checkpoint.sidecar import landed_from_dict, landed_to_dict
+from ray_goodput.core.commit import CheckpointId, LandedSlice
 from ray_goodput.errors import CorruptCheckpointError, FencedError, StorageError
 from ray_goodput.storage.protocol import ObjectStore
 
@@ -45,16 +43,8 @@ class LandingBoard:
     def post(self, landed: LandedSlice) -> None:
         """Rank 0 can read that this slice's objects are in storage."""
         staged = landed.slice
-        metadata = None if staged.metadata is None else base64.b64encode(staged.metadata).decode()
-        body = {
-            "slice": slice_to_dict(staged),
-            "metadata": metadata,
-            "objects": [{"name": o.name, "size_bytes": o.size_bytes, "xxh3_128": o.xxh3_128} for o in landed.objects],
-            "node_id": landed.node_id,
-            "upload_s": landed.upload_s,
-        }
         key = f"{LANDING}/{staged.checkpoint.folder}/rank-{staged.world_rank:05d}.json"
-        self._store.put(key, json.dumps(body).encode())
+        self._store.put(key, json.dumps(landed_to_dict(landed)).encode())
 
     def read(self, checkpoint: CheckpointId) -> list[LandedSlice]:
         """What has landed of a checkpoint so far.
@@ -157,13 +147,6 @@ class Committer:
 
 def _landed_from_json(data: bytes) -> LandedSlice:
     try:
-        body = json.loads(data)
-        metadata = None if body["metadata"] is None else base64.b64decode(body["metadata"], validate=True)
-        return LandedSlice(
-            slice=replace(slice_from_dict(body["slice"]), metadata=metadata),
-            objects=tuple(ObjectRecord(**entry) for entry in body["objects"]),
-            node_id=body["node_id"],
-            upload_s=float(body["upload_s"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
+        return landed_from_dict(json.loads(data))
+    except ValueError as error:
         raise CorruptCheckpointError(f"A note about a landed slice cannot be read ({error!r}).") from error

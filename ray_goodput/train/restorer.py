@@ -14,10 +14,12 @@ from torch import nn
 from ray_goodput.actors.commits import CHECKPOINTS
 from ray_goodput.actors.names import local_checkpoints_dir
 from ray_goodput.checkpoint.agreed_restore import load_newest
+from ray_goodput.checkpoint.peer_source import PeerSource
 from ray_goodput.checkpoint.sources import CheckpointSource, LocalFirstSource, StoreSource
 from ray_goodput.core.commit import CommitRecord
 from ray_goodput.core.cursor import DataCursor
 from ray_goodput.gates import gate
+from ray_goodput.train.peers import RemotePeers, hold_leftovers
 from ray_goodput.train.spec import TrainSpec
 from ray_goodput.train.worker import WorkerContext
 
@@ -45,7 +47,7 @@ def restore_newest(
     stateful: Mapping[str, Any],
     strict: bool,
 ) -> Restored:
-    """Load the newest commit that all ranks can read and verify. Collective.
+    """Load the newest save over all tiers that all ranks can read and verify. Collective.
 
     Raises:
         StructureMismatchError: the checkpoint is of another model; on every rank.
@@ -59,8 +61,11 @@ def restore_newest(
         gate("restore", rank=worker.world.world_rank, step=record.checkpoint.step, attempt=worker.attempt)
         worker.vault.keep.remote(record.checkpoint)
         local = local_checkpoints_dir(worker.local_dir, spec.run.key) / folder
-        return LocalFirstSource(record, [local], StoreSource(record, worker.store, f"{CHECKPOINTS}/{folder}", local))
+        storage = StoreSource(record, worker.store, f"{CHECKPOINTS}/{folder}", local)
+        peers = RemotePeers(spec.run.key, worker.coordinator, record.checkpoint)
+        return LocalFirstSource(record, [local], PeerSource(record, peers, local, storage))
 
+    hold_leftovers(worker)
     loaded = load_newest(
         worker.world,
         choose=lambda: worker.coordinator.resume_point(worker.attempt),
