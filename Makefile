@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TOPICS := $(patsubst tests/bench/bench_%.py,%,$(wildcard tests/bench/bench_*.py))
 
-.PHONY: help setup demo test test-fast lint format bench $(addprefix bench-,$(TOPICS)) clean
+.PHONY: help setup demo test test-fast crash-points lint format bench $(addprefix bench-,$(TOPICS)) clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,9 @@ test: lint  ## lint and all tests (not the benchmarks)
 
 test-fast: $(STAMP)  ## the tests that need no Ray
 	$(BIN)/python -m pytest $(SPREAD) tests/unit tests/property tests/contract $(ARGS)
+
+crash-points: $(STAMP)  ## kill the vault, coordinator and worker before every storage call of a save, on disk and S3
+	$(BIN)/python tests/fault/crash_points.py
 
 lint: $(STAMP)  ## ruff, pyright, import-linter, codespell
 	$(BIN)/ruff check .

@@ -42,7 +42,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure_all(arguments: argparse.Namespace, place: Place, failed: list[str]) -> Figures:
-    """{"CASE: ARM": metrics}, case by case, each arm in fresh processes; one that dies is told of, and the next begins."""
+    """{"CASE: ARM": metrics}, case by case, each arm in fresh processes; of one that dies it is told."""
     figures: Figures = {}
     size = {"state_mb": arguments.state_mb, "repeats": arguments.repeats}
     for case in CASES:

@@ -1,12 +1,8 @@
-"""A process that resumes, trains one step and saves, and can be told to die at any storage call of the save.
-
-`resume_and_save` is the whole life of such a process. It writes one JSON object to `out`: what it resumed from (step,
-digest of the weights), what it saved, and the storage calls of the save.
-"""
+"""What tests of dying processes share: a small model, a commit log that stands for the coordinator, and a process that
+stops in the middle of its save."""
 
 import faulthandler
 import hashlib
-import json
 import os
 import signal
 from pathlib import Path
@@ -23,7 +19,6 @@ from ray_goodput.checkpoint.rng import capture_rng
 from ray_goodput.checkpoint.sources import StoreSource
 from ray_goodput.checkpoint.stage import Stager
 from ray_goodput.checkpoint.state import collect_state
-from ray_goodput.clock import SystemClock
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import CheckpointId, LandedSlice
 from ray_goodput.errors import FencedError
@@ -64,47 +59,6 @@ def resume(log: CommitLog, store: ObjectStore, attempt: int, scratch: Path, mode
     source = StoreSource(record, store, f"{CHECKPOINTS}/{folder}", scratch / "cache" / folder)
     load_checkpoint(source, model=model, optimizer=optimizer)
     return record.checkpoint.step
-
-
-def resume_and_save(spec: StoreSpec, scratch: Path, die_before: int, out: Path) -> None:
-    """die_before: number of the storage call of the save before which to die by SIGKILL, -1 for none."""
-    faulthandler.dump_traceback_later(20)
-    torch.set_num_threads(1)
-    model, optimizer = build()
-    inner = open_store(spec)
-    log = CommitLog(run="run", store=inner, clock=SystemClock(), keep_last=2)
-    log.open()
-    attempt = log.highest_attempt + 1
-    resumed = resume(log, inner, attempt, scratch, model, optimizer)
-    start_digest = digest(model)
-
-    model(torch.full((4, 64), float(resumed + 1))).mean().backward()
-    optimizer.step()
-
-    def die(op: str, key: str, n: int) -> None:
-        if n == die_before:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    store = FaultyStore(inner, before=die)
-    log = CommitLog(run="run", store=store, clock=SystemClock(), keep_last=2)
-    log.open()
-    log.fence_and_choose(attempt)
-    vault = CheckpointVault(
-        node_id="node",
-        store=store,
-        coordinator=Coordinator(log),
-        local_checkpoints=scratch / "local",
-        slots=[scratch / "slots"],
-        journals=scratch / "journals",
-    )
-    tree = collect_state(model=model, optimizer=optimizer)
-    plan = Planner(world_rank=0, world_size=1).plan_for(tree)
-    staged = Stager(plan, scratch / "slots").stage(tree, CheckpointId(resumed + 1, attempt), rank_state=capture_rng())
-    assert staged is not None
-    vault.persist(staged)
-    log.prune()
-    told = {"resumed": resumed, "start": start_digest, "saved": resumed + 1, "end": digest(model), "calls": store.calls}
-    out.write_text(json.dumps(told))
 
 
 class FarCoordinator:
