@@ -25,13 +25,14 @@ def page(
     open_for: tuple[Bucket, float, int] | None = None,
     closed: bool = False,
     oldest: int = 0,
+    own_us: Sequence[int] | None = None,
 ) -> JournalPage:
     """Records first .. last of the journal that `script` makes; `open_for` is what the rank does after it."""
     rows = np.zeros(len(script), dtype=RECORD)
     at = ORIGIN_NS
     for i, (bucket, seconds, step, done) in enumerate(script):
         end = at + round(seconds * 1e9)
-        rows[i] = (at, end, bucket, STEP_DONE if done else 0, b"", step)
+        rows[i] = (at, end, bucket, STEP_DONE if done else 0, b"", own_us[i] if own_us else 0, step)
         at = end
     last = len(script) if last is None else last
     whole = last == len(script)

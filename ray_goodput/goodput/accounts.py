@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ray_goodput.core.buckets import Bucket
+from ray_goodput.core.straggler import Pace, find_stragglers
 from ray_goodput.goodput.books import NUM_BUCKETS, AttemptBook, RankBook, Session
 from ray_goodput.goodput.incidents import Interrupted, counted_s, incidents_of, load_s
 from ray_goodput.goodput.report import DRIVER, AttemptReport, GoodputReport
@@ -99,7 +100,16 @@ def close_books(
         finished=bool(sessions) and sessions[-1].ended_at is not None,
         attempts=tuple(_attempt_report(p) for p in placed),
         incidents=incidents_of([p.interrupted() for p in placed], lives, target_world=target_world, at=at),
+        stragglers=find_stragglers(_paces(placed[-1].book)) if placed else (),
     )
+
+
+def _paces(book: AttemptBook) -> dict[int, Pace]:
+    return {
+        world_rank: Pace(own_s=rank.own_ns / 1e9, steps=rank.own_steps)
+        for world_rank, rank in book.ranks.items()
+        if rank.own_steps
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ class RankBook:
     open_bucket, open_ns, open_step: what it was doing then, and for how long (already part of life, not of `ns`).
     gap_ns: overwritten before they were delivered. node: where it ran, as its journal says.
     hung_from_ns: step time from here on went into a hang; None if there was none.
+    own_ns, own_steps: its own computing, without waits for other ranks, in how many steps.
     """
 
     started_at: float | None = None
@@ -39,11 +40,15 @@ class RankBook:
     closed: bool = False
     node: str = ""
     hung_from_ns: int | None = None
+    own_ns: int = 0
+    own_steps: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         body = {name: getattr(self, name) for name in self.__slots__ if name != "ns"}
         if body["hung_from_ns"] is None:
             del body["hung_from_ns"]
+        if not self.own_steps:
+            del body["own_ns"], body["own_steps"]
         return body | {"ns": {Bucket(i).label: ns for i, ns in enumerate(self.ns) if ns}}
 
     @classmethod
@@ -51,9 +56,9 @@ class RankBook:
         ns = [0] * NUM_BUCKETS
         for label, value in body["ns"].items():
             ns[Bucket[label.upper()]] = value
-        rest = {name: body[name] for name in cls.__slots__ if name not in ("ns", "node", "hung_from_ns")}
-        # Before version 3 the node was not told; a hang is told where there was one.
-        return cls(ns=ns, node=body.get("node", ""), hung_from_ns=body.get("hung_from_ns"), **rest)
+        # Before version 3 the node was not told; a hang and the own time are told where there is something to tell.
+        known = {"node": "", "hung_from_ns": None, "own_ns": 0, "own_steps": 0} | body
+        return cls(ns=ns, **{name: known[name] for name in cls.__slots__ if name != "ns"})
 
     @property
     def doing(self) -> int | None:
@@ -167,6 +172,11 @@ class AttemptBook:
         ):
             self.steps.add(self.step_of(rank, step), int(total))
         done = array[(array["flags"] & STEP_DONE) != 0]
+        own_us = done["own_us"][done["own_us"] > 0].astype(np.int64)
+        if len(own_us):  # a pause of the whole process is no pace: one step counts three usual ones at most
+            usual_us = rank.own_ns / 1000 / rank.own_steps if rank.own_steps else float(np.median(own_us))
+            rank.own_ns += 1000 * int(np.minimum(own_us, 3 * usual_us).sum())
+            rank.own_steps += len(own_us)
         if len(done):
             rank.last_done = max(rank.last_done or 0, int(done["step"].max()))
             if rank.first_done_ns is None:

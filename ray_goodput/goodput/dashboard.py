@@ -63,6 +63,7 @@ def dashboard() -> dict[str, Any]:
                 _graph("Steps", "short", ("step", _now("goodput_step")), ("durable", _now("goodput_durable_step"))),
                 _graph("Steps a second", "short", ("steps/s", f"clamp_min({_change('goodput_step', '2m')} / 120, 0)")),
                 _graph("Age of the newest commit", "s", ("age", _now("goodput_checkpoint_age_seconds"))),
+                _graph("Slowest rank, times the usual one", "short", ("x", _now("goodput_slowest_rank_ratio"))),
             ),
         ),
         (

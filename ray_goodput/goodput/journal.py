@@ -30,13 +30,22 @@ STEP_DONE = 1
 """Flag of a record: it ended because its step was done."""
 
 RECORD = np.dtype(
-    [("start_ns", "<i8"), ("end_ns", "<i8"), ("bucket", "u1"), ("flags", "u1"), ("_pad", "V6"), ("step", "<i8")]
+    [
+        ("start_ns", "<i8"),
+        ("end_ns", "<i8"),
+        ("bucket", "u1"),
+        ("flags", "u1"),
+        ("_pad", "V2"),
+        ("own_us", "<u4"),
+        ("step", "<i8"),
+    ]
 )
 
 _MAGIC = int.from_bytes(b"RGJRNL01", "little")
 # Words of 8 bytes in the header; those from _HEARTBEAT on change while the file is written.
 _VERSION, _ATTEMPT, _RANK, _WALL, _MONO, _TEXT_BYTES, _CRC, _HEARTBEAT, _COUNT, _CAPACITY, _CLOSED = range(1, 12)
 _TEXT_AT = 128
+_MAX_OWN_US = 2**31 - 1  # half an hour: the words of a record are signed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,15 +167,18 @@ class JournalWriter:
         """Number of finished records."""
         return self._count
 
-    def roll(self, at_ns: int, *, flags: int, step: int, next_bucket: int, next_step: int) -> None:
-        """Finish the open record at `at_ns` with its true step, and begin the next one there."""
+    def roll(self, at_ns: int, *, flags: int, step: int, next_bucket: int, next_step: int, own_us: int = 0) -> None:
+        """Finish the open record at `at_ns` with its true step, and begin the next one there.
+
+        own_us: how long the rank computed by itself in the step that is done, 0 if that is not known.
+        """
         words, head = self._words, self._head
         assert words is not None and head is not None
         count = self._count
         # The count last: killed in between, a reader finds the open record as before, with or without an end.
         at = (count % self._capacity - self._base) * 4
         words[at + 3] = step
-        words[at + 2] = self._open_bucket | flags << 8
+        words[at + 2] = self._open_bucket | flags << 8 | (own_us & _MAX_OWN_US) << 32
         words[at + 1] = at_ns
         following = (count + 1) % self._capacity
         if not self._base <= following < self._base + self._chunk:

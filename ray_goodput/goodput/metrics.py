@@ -71,6 +71,11 @@ METRICS = {
             name="goodput_saves_skipped_total", kind="counter", text="Saves left out because both slots were taken."
         ),
         Metric(name="goodput_incidents_total", kind="counter", text="Interruptions of the run.", label="kind"),
+        Metric(
+            name="goodput_slowest_rank_ratio",
+            kind="gauge",
+            text="Own computing time of the slowest rank over that of a usual one; 1 while none stands out.",
+        ),
         Metric(name="goodput_steps_lost_total", kind="counter", text="Steps rolled back."),
     )
 }
@@ -117,6 +122,7 @@ def samples(figures: RunFigures) -> Iterator[Sample]:
         "goodput_checkpoint_age_seconds": figures.commit_age_s,
         "goodput_commits_total": figures.commits,
         "goodput_saves_skipped_total": figures.saves_skipped,
+        "goodput_slowest_rank_ratio": report.stragglers[0].ratio if report.stragglers else 1.0,
         "goodput_steps_lost_total": sum(i.steps_lost for i in report.incidents),
     }
     for name, value in single.items():

@@ -103,13 +103,21 @@ class Recorder:
         """Context manager: the time inside belongs to `bucket`, except for spans within."""
         return _Span(self, bucket)
 
-    def step_done(self, step: int) -> None:
-        """Step `step` is done (the first one of a run is 1); what follows belongs to the next."""
+    def step_done(self, step: int, own_s: float = 0.0) -> None:
+        """Step `step` is done (the first one of a run is 1); what follows belongs to the next.
+
+        own_s: how long the rank computed by itself in it, without waits for others; 0 if that is not known.
+        """
         with self._lock:
             if self._live:
                 try:
                     self._writer.roll(
-                        self._now_ns(), flags=STEP_DONE, step=step, next_bucket=self._bucket, next_step=step + 1
+                        self._now_ns(),
+                        flags=STEP_DONE,
+                        step=step,
+                        next_bucket=self._bucket,
+                        next_step=step + 1,
+                        own_us=int(own_s * 1e6),
                     )
                 except Exception as error:  # never into training
                     self._give_up(error)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ray_goodput.core.straggler import Straggler
+
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -79,6 +81,7 @@ class GoodputReport:
     the share of that which went into steps that survive (so far). `committed_s + at_risk_s` is the bucket `step`.
     uncertainty_s: rank-seconds whose bucket is not known for sure. imbalance_s: sum of the buckets less
     `target_world x wall_s`; its size is at most 0.1 % of that product plus the uncertainty.
+    stragglers: ranks of the newest attempt that are slower than the others, the slowest first.
     """
 
     overall: float
@@ -96,6 +99,7 @@ class GoodputReport:
     finished: bool
     attempts: tuple[AttemptReport, ...]
     incidents: tuple[Incident, ...]
+    stragglers: tuple[Straggler, ...] = ()
 
     @property
     def failures(self) -> int:
@@ -114,7 +118,7 @@ class GoodputReport:
 def to_dict(report: GoodputReport) -> dict[str, Any]:
     """Plain JSON values. The keys are those of the report's fields and stay as they are; new ones may be added."""
     body = asdict(report)
-    for name in ("attempts", "incidents"):
+    for name in ("attempts", "incidents", "stragglers"):
         body[name] = list(body[name])
     for incident in body["incidents"]:
         incident |= {"ranks": list(incident["ranks"]), "nodes": list(incident["nodes"])}
@@ -165,6 +169,8 @@ def render_table(report: GoodputReport) -> str:
             f"attempt {i.attempt} {i.kind}{ranks}: {back}, {i.steps_lost} steps lost ({i.lost_s:.1f} rank-seconds), "
             f"down {_duration(i.down_s)}"
         )
+    if report.stragglers:
+        lines += ["", *(f"slow: {straggler.sentence}" for straggler in report.stragglers[:5])]
     return "\n".join(lines)
 
 

@@ -27,6 +27,7 @@ from ray_goodput.train import ray_compat, reproducible
 from ray_goodput.train.batch_weight import BatchWeight
 from ray_goodput.train.failures import note_step
 from ray_goodput.train.feed import DataFeed, open_feed
+from ray_goodput.train.own_time import OwnTime
 from ray_goodput.train.restorer import Restored, restore_newest
 from ray_goodput.train.sample_log import SampleLog
 from ray_goodput.train.saver import Saver
@@ -97,6 +98,7 @@ class Session:
         self._feeds: list[DataFeed] = []
         self._control = ControlWord(worker.world)
         self._weight = BatchWeight(spec.apply_batch_weight)
+        self._own = OwnTime()
         self._metrics = worker.metrics
         self._samples = (
             SampleLog(worker.store, attempt=worker.attempt, world_rank=worker.world.world_rank)
@@ -195,6 +197,7 @@ class Session:
             self._samples.begin(self._step)
         if model is not None:
             self._weight.attach(model)
+            self._own.attach(model)
         self._recorder.switch(Bucket.STEP)
         return self._step
 
@@ -229,6 +232,7 @@ class Session:
                     return
                 self._pending.setdefault(name, []).append(batch)
                 self._weight.set(batch.weight)
+                self._own.begin()
                 yield batch
                 feed.source.advance(self._cursors[name].samples_consumed)
         finally:
@@ -297,7 +301,7 @@ class Session:
                 for batch in batches:
                     self._samples.note(self._step, name, batch.sample_ids.tolist())
             batches.clear()
-        self._recorder.step_done(self._step)
+        self._recorder.step_done(self._step, self._own.take())
         gate("step", rank=self.world_rank, step=self._step)
         if self._iterated and not self._feeds and not batches_used:
             self._iterated = False
