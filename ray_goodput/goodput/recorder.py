@@ -45,6 +45,7 @@ class Recorder:
     ) -> None:
         self._writer = writer
         self._clock = clock
+        self._mono_s = clock.mono_s
         self._send = send
         self._on_give_up = on_give_up
         self._heartbeat_s = heartbeat_s
@@ -202,7 +203,7 @@ class Recorder:
         return self._step + 1 if self._step >= 0 else -1
 
     def _now_ns(self) -> int:
-        return int(self._clock.mono_s() * 1e9)
+        return int(self._mono_s() * 1e9)
 
     def _give_up(self, error: Exception) -> None:
         self._live = False

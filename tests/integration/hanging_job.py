@@ -2,7 +2,7 @@
 
     python hanging_job.py --storage FOLDER --data FOLDER --name NAME --out FILE --how HOW
 
-HOW: stop-rank, hold-gil, sleep (one rank, in its code between two steps), or stop-CLASS (the run's actors of a class).
+HOW: stop-rank, hold-gil, sleep (one rank, in its code between two steps), or stop-CLASS,CLASS (the run's actors of those classes).
 
 The weights are what `small_job.py` computes on the same data. Writes one JSON object to FILE.
 """
@@ -35,8 +35,9 @@ def stand_still(how: str) -> None:
     elif how == "sleep":
         time.sleep(FOREVER_S)
     else:
-        for pid in actor_pids(how.removeprefix("stop-")):
-            os.kill(pid, signal.SIGSTOP)
+        for name in how.removeprefix("stop-").split(","):
+            for pid in actor_pids(name):
+                os.kill(pid, signal.SIGSTOP)
 
 
 def train_loop(config: dict[str, Any]) -> str:

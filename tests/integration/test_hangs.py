@@ -1,5 +1,6 @@
 """Processes that stand still instead of dying: the run goes on by itself, and nothing is lost that was saved."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = Path(__file__).with_name("hanging_job.py")
 
+LAST_STEP = 46
+
 StartJob = Callable[..., Job]
 
 
@@ -20,9 +23,27 @@ def stacks(finished: Finished) -> dict[str, str]:
     return {info.key.rpartition("/")[2]: finished.store.get(info.key).decode() for info in found}
 
 
+@pytest.fixture(scope="module")
+def stopped_actors(job: StartJob) -> Finished:
+    """A run whose vault and coordinator were stopped in the middle. Nothing else happened to it."""
+    how = "stop-_VaultProcess,_CoordinatorProcess"
+    return job("stopped-actors", "--how", how, "--step-s", "0.35", script=SCRIPT).succeed()
+
+
+def test_stopped_actors_are_started_anew_while_training_goes_on(stopped_actors: Finished) -> None:
+    for actor in ("vault:", "coordinator:"):
+        assert re.search(f"The actor {actor}.* has not answered for", stopped_actors.log), f"{actor} was never found"
+    goodput = stopped_actors.outcome["goodput"]
+    assert [a["attempt"] for a in goodput["attempts"]] == [1], "training was restarted"
+    assert goodput["durable_step"] == LAST_STEP
+    found = stopped_actors.audit()
+    assert (found.repeated, found.skipped) == (0, 0)
+    assert_books_balance(stopped_actors)
+
+
 @pytest.mark.parametrize(("how", "told"), [("stop-rank", "is stopped (SIGSTOP)"), ("hold-gil", "Python's lock")])
 def test_a_rank_that_stands_still_is_named_killed_and_replaced(
-    job: StartJob, undisturbed: Finished, how: str, told: str
+    job: StartJob, stopped_actors: Finished, how: str, told: str
 ) -> None:
     hung = job(how, "--how", how, script=SCRIPT).succeed()
     [incident] = hung.outcome["goodput"]["incidents"]
@@ -30,25 +51,10 @@ def test_a_rank_that_stands_still_is_named_killed_and_replaced(
     assert told in incident["reason"] and "Hung: rank 1 (process " in incident["reason"]
     assert hung.outcome["goodput"]["buckets_s"]["hang"] > 2 * 4
     assert incident["step_resumed"] >= 10, "a commit before the hang was not used"
-    assert hung.outcome["weights"] == undisturbed.outcome["weights"]
-    assert_nothing_lost(hung, undisturbed.audit().steps)
+    assert hung.outcome["weights"] == stopped_actors.outcome["weights"]
+    assert_nothing_lost(hung, stopped_actors.audit().steps)
     assert_books_balance(hung)
     kept = stacks(hung)
     assert set(kept) == {"verdict.txt", "rank-00000.txt", "rank-00001.txt"}
     assert "_engine_run_backward" in kept["rank-00000.txt"], "rank 0 waits for rank 1"
     assert ("stand_still" if how == "hold-gil" else "No stacks: a stopped process") in kept["rank-00001.txt"]
-
-
-@pytest.mark.parametrize("actor", ["_VaultProcess", "_CoordinatorProcess"])
-def test_a_stopped_actor_is_started_anew_while_training_goes_on(
-    job: StartJob, undisturbed: Finished, actor: str
-) -> None:
-    went_on = job(f"stopped{actor}", "--how", f"stop-{actor}", "--step-s", "0.4", script=SCRIPT).succeed()
-    assert f"{'vault' if actor == '_VaultProcess' else 'coordinator'}:" in went_on.log
-    assert "has not answered for" in went_on.log, "it was never found"
-    goodput = went_on.outcome["goodput"]
-    assert [a["attempt"] for a in goodput["attempts"]] == [1], "training was restarted"
-    assert goodput["durable_step"] == undisturbed.outcome["goodput"]["durable_step"]
-    assert went_on.outcome["weights"] == undisturbed.outcome["weights"]
-    assert_nothing_lost(went_on, undisturbed.audit().steps)
-    assert_books_balance(went_on)
