@@ -2,7 +2,8 @@
 
     python hanging_job.py --storage FOLDER --data FOLDER --name NAME --out FILE --how HOW
 
-HOW: stop-rank, hold-gil, sleep (one rank, in its code between two steps), or stop-CLASS,CLASS (the run's actors of those classes).
+HOW: stop-rank, hold-gil, sleep (one rank, in its code between two steps), or stop-CLASS,CLASS (the run's actors of
+those classes).
 
 The weights are what `small_job.py` computes on the same data. Writes one JSON object to FILE.
 """
