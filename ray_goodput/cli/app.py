@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from ray_goodput.cli.cache_app import cache
 from ray_goodput.cli.chaos import chaos
 from ray_goodput.cli.checkpoints_app import checkpoints
 from ray_goodput.cli.doctor import doctor
@@ -32,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cache, name="cache")
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(grafana, name="grafana")
 app.add_typer(mlflow, name="mlflow")

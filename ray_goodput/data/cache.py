@@ -32,8 +32,9 @@ import pyarrow as pa
 
 from ray_goodput.data.cache_file import CorruptFileError, content_name, file_bytes, map_table, read_trailer, verify
 from ray_goodput.data.cache_file import write_file as _write_file
+from ray_goodput.data.cache_inspect import count_open, purge
 from ray_goodput.data.cache_lock import is_linked, lock_file, lock_within
-from ray_goodput.data.cache_room import SUFFIX, CachedFile, CacheRoom, Ranking, remove_unless_open
+from ray_goodput.data.cache_room import SUFFIX, CachedFile, CacheRoom, Ranking
 from ray_goodput.errors import CacheFullError
 
 __all__ = ["CacheStats", "CachedFile", "CachedShard", "NodeCache", "Ranking", "content_name"]
@@ -223,18 +224,13 @@ class NodeCache:
 
     def usage_bytes(self) -> int:
         """Bytes of all cached files and of what living processes have reserved."""
-        return sum(file.size_bytes for file in self._room.files()) + self._room.reserved()[0]
+        return self._room.used_bytes()
 
     def purge(self) -> tuple[int, int]:
         """Removes every file that nobody has open; returns (bytes freed, files still in use)."""
-        freed = kept = 0
-        for file in self.ls():
-            if remove_unless_open(file.path):
-                freed += file.size_bytes
-            else:
-                kept += 1
+        done = purge(self.ls(), lambda _: True)
         self._room.clean()
-        return freed, kept
+        return done.freed_bytes, len(done.kept)
 
     def count_fetched(self, size_bytes: int) -> None:
         """One more data shard of `size_bytes` crossed the network."""
@@ -251,6 +247,7 @@ class NodeCache:
             os.utime(fd, ns=(time.time_ns(), stat.st_mtime_ns))
         except OSError:  # another user's file: eviction then only knows when it was written
             logger.debug("cannot set the access time of %s", name)
+        count_open(fd)
         return CachedShard(name, table, stat.st_size)
 
     def _count(self, **more: int) -> None:

@@ -138,6 +138,13 @@ class CacheRoom:
                 )
         return count
 
+    def used_bytes(self) -> int:
+        """Bytes of all files and reservations, at a moment when none is on its way from one to the other."""
+        if not self.root.is_dir():
+            return 0
+        with self._admission():
+            return sum(file.size_bytes for file in self.files()) + self.reserved()[0]
+
     def reserved(self) -> tuple[int, int]:
         """(bytes reserved by living processes, how many of them are not written yet)."""
         total = unwritten = 0

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import pyarrow as pa
 
 from ray_goodput.data.cache import NodeCache, content_name
+from ray_goodput.data.cache_inspect import with_source
 from ray_goodput.data.formats.base import GroupingFormat, GuessingFormat
 from ray_goodput.data.groups import FileGroup
 from ray_goodput.data.shard_transforms import TransformedFormat
@@ -175,7 +176,7 @@ class ShardFetcher:
         return identity if self._pin else f"{identity} unpinned"
 
     def _write(self, shard: DataShard, name: str, table: pa.Table) -> Fetched:
-        self.cache.write(name, table)
+        self.cache.write(name, with_source(table, dataset=self._store.uri, key=self._object(shard)))
         self.cache.count_fetched(shard.size_bytes)
         return Fetched(shard.size_bytes)
 
@@ -254,9 +255,11 @@ class ShardFetcher:
         return table.unify_dictionaries().combine_chunks()
 
     def _title(self, shard: DataShard) -> str:
+        return f"Data shard {shard.index} ({self._store.uri.rstrip('/')}/{self._object(shard)})"
+
+    def _object(self, shard: DataShard) -> str:
         grouped = isinstance(self._format, GroupingFormat)
-        what = FileGroup.from_key(shard.key).title if grouped else shard.key
-        return f"Data shard {shard.index} ({self._store.uri.rstrip('/')}/{what})"
+        return FileGroup.from_key(shard.key).title if grouped else shard.key
 
 
 def lost_again(manifest: AnyManifest, data_shard: int, cache: NodeCache) -> ShardReadError:

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+import ray_goodput as rg
 from ray_goodput.data.cache import NodeCache, content_name
 from ray_goodput.data.cache_file import file_bytes
 
@@ -33,6 +36,42 @@ cache = NodeCache(root, min_free_bytes=0)
 table = pa.table({"x": np.arange(100_000)})
 def tell(word): print(word, flush=True)
 def wait(): sys.stdin.readline()
+"""
+
+JOB = """
+import sys
+from pathlib import Path
+import ray_goodput as rg
+from ray_goodput.data import cache_file, cache_room, shard_fetcher
+root, files, point = Path(sys.argv[1]), sys.argv[3], sys.argv[4]
+def there():  # several threads may come here: one write each
+    sys.stdout.write("there\\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+def stop_before(owner, name):
+    real = getattr(owner, name)
+    def stopped(*arguments, **named):
+        there()
+        return real(*arguments, **named)
+    setattr(owner, name, stopped)
+def half_a_download(self, key, etag, size_bytes, path):
+    path.write_bytes(b"half")
+    there()
+if point == "download":
+    shard_fetcher.ShardFetcher._download_object = half_a_download
+elif point == "checksum":
+    stop_before(cache_file._HashingSink, "trailer")
+elif point == "rename":
+    stop_before(cache_room.CacheRoom, "publish")
+elif point == "after rename":
+    stop_before(cache_room, "fsync_folder")
+else:
+    stop_before(cache_room.Path, "unlink")
+data = rg.ShardedDataset(files, global_batch_size=50, lanes=1, window=1, cache_limit_bytes=int(sys.argv[5]))
+with data.loader(cache_dir=root, epochs=2) as batches:
+    for batch in batches:
+        pass
+print("through", flush=True)
 """
 
 Spawn = Callable[[str], "subprocess.Popen[str]"]
@@ -182,3 +221,43 @@ def test_writers_of_many_processes_never_pass_the_limit_together(tmp_path: Path,
         go_on(child)
     assert max(int(heard(child)) for child in children) <= limit
     assert 0 < NodeCache(tmp_path).usage_bytes() <= limit
+
+
+@pytest.mark.parametrize("point", ["download", "checksum", "rename", "after rename", "eviction"])
+def test_a_job_killed_anywhere_leaves_a_second_one_on_the_same_folder_nothing_to_clean_up(
+    tmp_path: Path, point: str
+) -> None:
+    """The second job is running when the first one dies, and waits for it where it must; then it goes on."""
+    root, files = tmp_path / "cache", tmp_path / "data"
+    files.mkdir()
+    for i in range(6):
+        pq.write_table(pa.table({"x": np.arange(i * 1000, (i + 1) * 1000)}), files / f"{i}.parquet")
+    limit = 40_000  # of 6 cached files of 8,000 bytes and more, with room for what is on its way
+    child = subprocess.Popen(
+        [sys.executable, "-c", JOB, str(root), NAME, str(files), point, str(limit)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    data = rg.ShardedDataset(str(files), global_batch_size=50, lanes=1, window=1, cache_limit_bytes=limit)
+    seen: list[int] = []
+
+    def second_job() -> None:
+        with data.loader(cache_dir=root, epochs=2) as batches:
+            for batch in batches:
+                seen.extend(batch["x"].tolist())
+
+    try:
+        assert heard(child) == "there"
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(second_job)
+            kill(child)
+            job.result(timeout=50)
+    finally:
+        child.kill()
+        child.communicate()
+    assert sorted(seen) == sorted([*range(6000), *range(6000)])
+    cache = NodeCache(root).open()
+    assert 0 < cache.usage_bytes() <= limit
+    left = {path for path in root.rglob("*") if path.is_file()}
+    assert left == {file.path for file in cache.ls()} | {root / "admission.lock"}
