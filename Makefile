@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TOPICS := $(patsubst tests/bench/bench_%.py,%,$(wildcard tests/bench/bench_*.py))
 
-.PHONY: help setup demo test test-fast crash-points lint format bench $(addprefix bench-,$(TOPICS)) clean
+.PHONY: help setup demo test test-fast crash-points fault-matrix soak lint format bench $(addprefix bench-,$(TOPICS)) clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,12 @@ test-fast: $(STAMP)  ## the tests that need no Ray
 
 crash-points: $(STAMP)  ## kill the vault, coordinator and worker before every storage call of a save, on disk and S3
 	$(BIN)/python tests/fault/crash_points.py
+
+fault-matrix: $(STAMP)  ## everyone killed in every phase of a real run; takes about half an hour
+	PYTHONPATH=.:tests:tests/bench $(BIN)/python tests/integration/fault_matrix.py $(ARGS)
+
+soak: $(STAMP)  ## one run under 40 random faults, and what is left of them; takes about a quarter of an hour
+	PYTHONPATH=.:tests $(BIN)/python tests/integration/soak.py $(ARGS)
 
 lint: $(STAMP)  ## ruff, pyright, import-linter, codespell
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from ray_goodput.actors.names import slots_dirs
 from ray_goodput.errors import RunError
 
 _START_TIMEOUT_S = 60.0
@@ -39,6 +40,7 @@ class DemoCluster:
     def __init__(self) -> None:
         self._root = Path()
         self._nodes: list[_Node] = []
+        self._num_started = 0
         self._environment_before: dict[str, str | None] = {}
         self.address = ""
         self.dashboard_url = ""
@@ -69,7 +71,7 @@ class DemoCluster:
         """One more node is on its way. Start them one by one: `ray start` gives a raylet 30 s, all of which several at
         once may need on a small machine.
         """
-        self._add(f"node-{len(self._nodes)}", [f"--address={self.address}", "--num-cpus=1"], {})
+        self._add(f"node-{self._num_started}", [f"--address={self.address}", "--num-cpus=1"], {})
 
     def wait_for_node(self) -> None:
         """The node added last has said that it runs."""
@@ -98,8 +100,22 @@ class DemoCluster:
             raise RunError(f"Process {pid} runs on no node of this cluster.")
         self._nodes.remove(node)
         num_killed = _kill_tree(node.process)
-        shutil.rmtree(node.local_dir, ignore_errors=True)
+        _forget(node)
         return num_killed
+
+    def drop_ended(self) -> int:
+        """Forget the nodes that somebody else ended, and what is left of them; returns how many there were."""
+        ended = [node for node in self._nodes if not _lives(node)]
+        for node in ended:
+            self._nodes.remove(node)
+            _kill_tree(node.process)
+            _forget(node)
+        return len(ended)
+
+    @property
+    def local_dirs(self) -> list[Path]:
+        """The nodes' local directories, the head's first."""
+        return [node.local_dir for node in self._nodes]
 
     def runs(self, pid: int) -> bool:
         """Whether process `pid` runs on one of the nodes."""
@@ -116,6 +132,7 @@ class DemoCluster:
         """Every process this cluster started is gone, and so are its folders."""
         for node in reversed(self._nodes):
             _kill_tree(node.process)
+            _forget(node)
         self._nodes.clear()
         self._leave_environment()
         if self._root != Path():
@@ -153,6 +170,7 @@ class DemoCluster:
                 start_new_session=True,  # Ctrl-C in the terminal reaches the driver, which ends the nodes itself
             )
         self._nodes.append(_Node(process, local_dir))
+        self._num_started += 1
 
     def _wait_listening(self, port: int) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
@@ -169,6 +187,13 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def _forget(node: _Node) -> None:
+    """Disk and shared memory of a machine that is gone are gone with it."""
+    for slots in slots_dirs(node.local_dir, "run"):
+        shutil.rmtree(slots.parent, ignore_errors=True)
+    shutil.rmtree(node.local_dir, ignore_errors=True)
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> int:
@@ -188,6 +213,18 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> int:
     psutil.wait_procs([p for p in family if p.pid != process.pid], timeout=10)
     process.wait(timeout=10)
     return len(family)
+
+
+def _lives(node: _Node) -> bool:
+    """Whether `ray start` runs, and, once it has said that it started, a raylet below it."""
+    if node.process.poll() is not None:
+        return False
+    try:
+        started = _STARTED in (node.local_dir / "start.log").read_text(errors="replace")
+        raylets = [p for p in psutil.Process(node.process.pid).children() if "raylet" in _name(p)]
+        return not started or any(p.status() != psutil.STATUS_ZOMBIE for p in raylets)
+    except (OSError, psutil.NoSuchProcess):  # its disk is gone, or it is
+        return False
 
 
 def _name(process: psutil.Process) -> str:

@@ -109,7 +109,7 @@ class FaultInjector:
     def _strike(self, fault: Fault, deadline: float) -> Strike:
         status = self._settled(fault, deadline)
         worker = next(w for w in status.workers if w.world_rank == fault.rank)
-        node, pid, anywhere = self._victim(fault, worker)
+        node, pid, anywhere = self._victim(fault, worker, deadline)
         if fault.kind is Kind.NODE_LOSS:
             at_s = time.time()
             self._lose(node)
@@ -132,7 +132,7 @@ class FaultInjector:
                 raise RunError(f"The run {self._run.name} has no workers to strike with {fault}.")
             time.sleep(_POLL_S)
 
-    def _victim(self, fault: Fault, worker: WorkerInfo) -> tuple[str, int, bool]:
+    def _victim(self, fault: Fault, worker: WorkerInfo, deadline: float) -> tuple[str, int, bool]:
         """Node, pid (0 for a raylet), and whether it need not be a child of the node's raylet."""
         run, node = self._run, worker.node_id
         if fault.target is Target.WORKER:
@@ -144,7 +144,7 @@ class FaultInjector:
         if fault.target is Target.DRIVER:
             return run.coordinator().node_id, run.driver_pid(), True
         if fault.target is Target.PREFETCH:
-            return node, self._prefetch(node), False
+            return node, self._prefetch(node, deadline), False
         process = {
             Target.VAULT: lambda: run.vault(node),
             Target.SHARD_CACHE: lambda: run.shard_cache(node),
@@ -152,12 +152,14 @@ class FaultInjector:
         }[fault.target]()
         return process.node_id, process.pid, False
 
-    def _prefetch(self, node: str) -> int:
-        pids = self._ask(node, "prefetch_pids", self._run.coordinator().job_id)
-        if not pids:
-            raise RunError(
-                f"No prefetch actor of the run {self._run.name} is on node {node} now: all it needs is cached."
-            )
+    def _prefetch(self, node: str, deadline: float) -> int:
+        job_id = self._run.coordinator().job_id
+        while not (pids := self._ask(node, "prefetch_pids", job_id)):
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"No prefetch actor of the run {self._run.name} is on node {node} now: all it needs is cached."
+                )
+            time.sleep(_POLL_S)
         return self._chance.choice(pids)
 
     def _lose(self, node: str) -> None:
@@ -186,10 +188,10 @@ class FaultInjector:
         name = next(self._rules)
         nodes = self._set_rule(name, rule, self._nodes(status))
         try:
-            if fault.phase is Phase.RESTORING:
-                self._provoke_restart(fault, status)
             if provoke is not None:
                 provoke()
+            if fault.phase is Phase.RESTORING:
+                self._provoke_restart(status)
             self._wait_mark(name, rule, nodes, fault, deadline)
             yield
         finally:
@@ -224,7 +226,7 @@ class FaultInjector:
                 done.add(node)
         return done
 
-    def _provoke_restart(self, fault: Fault, status: RunStatus) -> None:
+    def _provoke_restart(self, status: RunStatus) -> None:
         """What makes the run restore: its last worker is killed."""
         last = max(status.workers, key=lambda w: w.world_rank)
         self._say(f"step {status.step}: rank {last.world_rank} is killed, so that the run restores")

@@ -1,0 +1,255 @@
+"""The fault matrix: who dies, how, and while the run does what.
+
+    make fault-matrix [ARGS="--only TEXT --runs fsdp2,ddp,elastic --json"]
+
+Runs every cell on a real Ray of three nodes and writes `tests/bench/results/fault_matrix.json`. Cells share runs: the
+next fault comes when the run has trained and saved after the one before. Of each run is checked that it ends by
+itself, that every sample was trained on exactly once an epoch and each step on the same ones as undisturbed, that the
+books balance, and, where the number of workers never changed, that the final weights are bit-identical to the
+undisturbed run's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nodes import start_cluster, stop_cluster
+from ray_goodput.cli.demo_cluster import DemoCluster
+from ray_goodput.testing.faults import Fault, Kind, Phase, Target
+from running import Finished, Job, assert_books_balance, assert_nothing_lost
+from small_job import write_data
+
+NODE_LOST_BUDGET_S = 35.0
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A kind of run. `rank`: the one struck where a cell does not mean rank 0."""
+
+    name: str
+    arguments: tuple[str, ...]
+    rank: int = 1
+
+    @property
+    def elastic(self) -> bool:
+        return self.name == "elastic"
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("fsdp2", ("--workers", "2", "--fsdp2")),
+        Arm("ddp", ("--workers", "3", "--reproducible")),
+        Arm("elastic", ("--workers", "1:3", "--resize-s", "5")),
+    )
+}
+VICTIMS = {
+    "worker": (Target.WORKER, None),
+    "rank 0": (Target.WORKER, 0),
+    "vault": (Target.VAULT, None),
+    "coordinator": (Target.COORDINATOR, None),
+    "shard cache": (Target.SHARD_CACHE, None),
+    "prefetch actor": (Target.PREFETCH, None),
+    "raylet": (Target.RAYLET, None),
+    "raylet of rank 0": (Target.RAYLET, 0),
+    "driver": (Target.DRIVER, None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One entry of the matrix."""
+
+    arm: Arm
+    victim: str
+    kind: Kind
+    phase: Phase
+
+    @property
+    def fault(self) -> Fault:
+        target, rank = VICTIMS[self.victim]
+        return Fault(kind=self.kind, target=target, rank=self.arm.rank if rank is None else rank, phase=self.phase)
+
+    def __str__(self) -> str:
+        return f"{self.arm.name}: {self.kind.value} {self.victim}, {self.phase.value}"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a cell; `problem` is empty if all was well."""
+
+    cell: Cell
+    first_new_step_s: float | None = None
+    problem: str = ""
+
+
+def all_cells(arms: Iterable[str] = ARMS, kinds: Iterable[Kind] = (Kind.KILL,)) -> list[Cell]:
+    """Every cell, arm by arm: half of them under FSDP2, half under DDP; what happens while a run grows, and once more
+    each loss of a node, in a run that can shrink and grow."""
+    cells = []
+    for kind, (i, victim), (j, phase) in itertools.product(kinds, enumerate(VICTIMS), enumerate(Phase)):
+        fixed = "fsdp2" if (i + j) % 2 == 0 else "ddp"
+        cells += [Cell(ARMS["elastic" if phase is Phase.GROWING else fixed], victim, kind, phase)]
+        if VICTIMS[victim][0] is Target.RAYLET and phase is not Phase.GROWING:
+            cells.append(Cell(ARMS["elastic"], victim, kind, phase))
+    return [cell for name in arms for cell in cells if cell.arm.name == name]
+
+
+def sample(seed: int, size: int = 12) -> list[Cell]:
+    """Kills drawn by `seed`, in a run under FSDP2 that keeps its size: every victim, and every phase it can have."""
+    chance = random.Random(seed)
+    phases = [phase for phase in Phase if phase is not Phase.GROWING]
+    pairs = []
+    for number, victim in enumerate(VICTIMS):
+        if number % len(phases) == 0:
+            chance.shuffle(phases)
+        pairs.append((victim, phases[number % len(phases)]))
+    rest = [pair for pair in itertools.product(VICTIMS, phases) if pair not in pairs]
+    pairs += chance.sample(rest, size - len(pairs))
+    chance.shuffle(pairs)
+    return [Cell(ARMS["fsdp2"], victim, Kind.KILL, phase) for victim, phase in pairs]
+
+
+def run_cells(
+    cluster: DemoCluster,
+    start_job: Callable[..., Job],
+    name: str,
+    cells: Sequence[Cell],
+    undisturbed: Finished,
+    *,
+    say: Callable[[str], None],
+) -> list[Outcome]:
+    """All `cells`, which are of one arm, in one run, or in several if it has to be begun anew after one that failed."""
+    from drill import Drill  # only now: it imports Ray
+
+    outcomes = [Outcome(cell) for cell in cells]
+    left, number = list(outcomes), 0
+    while left:
+        number += 1
+        struck: list[Outcome] = []
+        problem = ""
+        drill = None
+        try:
+            arguments = (*cells[0].arm.arguments, "--epochs", str(epochs_of(cells)))
+            drill = Drill(cluster, start_job, f"{name}-{number}", *arguments, elastic=cells[0].arm.elastic, say=say)
+            while left:
+                struck.append(left.pop(0))
+                struck[-1].first_new_step_s = drill.strike(struck[-1].cell.fault).first_new_step_s
+            check(drill.finish(), undisturbed, same_world=not cells[0].arm.elastic)
+        except Exception as error:  # a cell that fails is reported, and the others have their turn
+            problem = f"{type(error).__name__}: {error}"[:600]
+            say(f"FAILED: {problem}")
+            if drill is not None:
+                drill.job.kill()
+            if not struck:
+                struck.append(left.pop(0))
+        if problem and left:
+            struck[-1].problem = problem  # those before it had trained on and saved
+        elif problem:
+            for outcome in struck:
+                outcome.problem = problem  # the end of the run shows that something was lost, not by which fault
+    return outcomes
+
+
+def epochs_of(cells: Sequence[Cell]) -> int:
+    """Epochs of a run in which all these cells find room."""
+    from drill import epochs_for
+
+    return epochs_for(len(cells) * (2 if cells[0].arm.elastic else 1))
+
+
+def check(finished: Finished, undisturbed: Finished, *, same_world: bool) -> None:
+    """The laws of a run that faults disturbed."""
+    assert_nothing_lost(finished, undisturbed.audit().steps)
+    assert_books_balance(finished)
+    if same_world:
+        assert finished.outcome["weights"] == undisturbed.outcome["weights"], "other final weights"
+
+
+@dataclass(slots=True)
+class Say:
+    """Prints with the seconds since the start; to standard error, which `--json` leaves free."""
+
+    started: float = field(default_factory=time.monotonic)
+
+    def __call__(self, line: str) -> None:
+        print(f"{time.monotonic() - self.started:7.1f} s  {line}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="fault_matrix", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the JSON object and nothing else")
+    parser.add_argument("--runs", default=",".join(ARMS), help="kinds of runs, of " + ", ".join(ARMS))
+    parser.add_argument("--kinds", default="kill", help="kill, stop, or both with a comma")
+    parser.add_argument("--only", default="", help="only cells whose name holds one of these texts, with commas")
+    parser.add_argument("--sample", type=int, default=None, help="seed of 12 cells, instead of all; no file is written")
+    parser.add_argument("--limit", type=int, default=None, help="at most so many cells of each kind of run")
+    args = parser.parse_args()
+    say = Say()
+    texts = [text.strip() for text in args.only.split(",") if text.strip()]
+    if args.sample is not None:
+        chosen = sample(args.sample)
+    else:
+        chosen = all_cells(args.runs.split(","), [Kind(k) for k in args.kinds.split(",")])
+    chosen = [c for c in chosen if not texts or any(text in str(c) for text in texts)]
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="rg_matrix_") as folder:
+        data = Path(folder) / "data"
+        write_data(data)
+        cluster = start_cluster()
+        try:
+
+            def start_job(name: str, *arguments: str) -> Job:
+                return Job(Path(folder), name, *arguments, address=cluster.address, data=str(data))
+
+            for arm in args.runs.split(","):
+                cells = [c for c in chosen if c.arm.name == arm][: args.limit]
+                if not cells:
+                    continue
+                    say(f"{arm}: {len(cells)} cells")
+                epochs = ("--epochs", str(epochs_of(cells)))
+                whole = start_job(f"{arm}-whole", *ARMS[arm].arguments, *epochs, "--step-s", "0").succeed()
+                outcomes += run_cells(cluster, start_job, arm, cells, whole, say=say)
+        finally:
+            stop_cluster(cluster)
+    if args.sample is None and not args.only:  # part of the matrix is no result
+        write(outcomes, as_json=args.json)
+    failed = [o for o in outcomes if o.problem]
+    for outcome in failed:
+        say(f"FAILED {outcome.cell}: {outcome.problem.splitlines()[0]}")
+    return 1 if failed or not outcomes else 0
+
+
+def write(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+    """The table and its file; a cell that failed has no time but counts."""
+    from results_file import Budget, report, spread  # beside the benchmarks, whose form the file has
+
+    arms = {
+        str(o.cell): {"fault to first new step, s": spread([o.first_new_step_s])}
+        for o in outcomes
+        if o.first_new_step_s is not None and not o.problem
+    }
+    budgets = [Budget(name="cells that failed", limit=0, value=sum(bool(o.problem) for o in outcomes))]
+    lost = [
+        o.first_new_step_s
+        for o in outcomes
+        if not o.problem
+        and o.first_new_step_s is not None
+        and VICTIMS[o.cell.victim][0] is Target.RAYLET
+        and o.cell.arm.name != "ddp"  # which has to wait for a new node
+    ]
+    if lost:
+        budgets.append(Budget(name="node lost: first new step, s, worst", limit=NODE_LOST_BUDGET_S, value=max(lost)))
+    report("fault_matrix", arms, budgets, as_json=as_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
