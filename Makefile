@@ -44,10 +44,10 @@ crash-points: $(STAMP)  ## kill the vault, coordinator and worker before every s
 	$(BIN)/python tests/fault/crash_points.py
 
 fault-matrix: $(STAMP)  ## everyone killed in every phase of a real run; takes about half an hour
-	PYTHONPATH=.:tests:tests/bench $(BIN)/python tests/integration/fault_matrix.py $(ARGS)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/bench $(BIN)/python tests/integration/fault_matrix.py $(ARGS)
 
 soak: $(STAMP)  ## one run under 40 random faults, and what is left of them; takes about a quarter of an hour
-	PYTHONPATH=.:tests $(BIN)/python tests/integration/soak.py $(ARGS)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python tests/integration/soak.py $(ARGS)
 
 lint: $(STAMP)  ## ruff, pyright, import-linter, codespell
 	$(BIN)/ruff check .

@@ -28,6 +28,8 @@ from running import Finished, Job, assert_books_balance, assert_nothing_lost
 from small_job import write_data
 
 NODE_LOST_BUDGET_S = 35.0
+_STOPPED_FOR_S = 20.0  # then the watchdog takes a process for hung
+_NEVER_S = 600.0  # a run on its leash is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +127,10 @@ def run_cells(
     cells: Sequence[Cell],
     undisturbed: Finished,
     *,
+    epochs: int,
     say: Callable[[str], None],
 ) -> list[Outcome]:
-    """All `cells`, which are of one arm, in one run, or in several if it has to be begun anew after one that failed."""
+    """All `cells`, which are of one arm and kind, in one run; in several, if one fails and it has to be begun anew."""
     from drill import Drill  # only now: it imports Ray
 
     outcomes = [Outcome(cell) for cell in cells]
@@ -138,7 +141,8 @@ def run_cells(
         problem = ""
         drill = None
         try:
-            arguments = (*cells[0].arm.arguments, "--epochs", str(epochs_of(cells)))
+            hang_after = _STOPPED_FOR_S if cells[0].kind is Kind.STOP else _NEVER_S
+            arguments = (*cells[0].arm.arguments, "--epochs", str(epochs), "--hang-after", str(hang_after))
             drill = Drill(cluster, start_job, f"{name}-{number}", *arguments, elastic=cells[0].arm.elastic, say=say)
             while left:
                 struck.append(left.pop(0))
@@ -211,13 +215,17 @@ def main() -> int:
                 return Job(Path(folder), name, *arguments, address=cluster.address, data=str(data))
 
             for arm in args.runs.split(","):
-                cells = [c for c in chosen if c.arm.name == arm][: args.limit]
-                if not cells:
+                groups = [[c for c in chosen if c.arm.name == arm and c.kind is kind][: args.limit] for kind in Kind]
+                groups = [cells for cells in groups if cells]
+                if not groups:
                     continue
-                    say(f"{arm}: {len(cells)} cells")
-                epochs = ("--epochs", str(epochs_of(cells)))
-                whole = start_job(f"{arm}-whole", *ARMS[arm].arguments, *epochs, "--step-s", "0").succeed()
-                outcomes += run_cells(cluster, start_job, arm, cells, whole, say=say)
+                epochs = max(epochs_of(cells) for cells in groups)
+                say(f"{arm}: {sum(map(len, groups))} cells, {epochs} epochs")
+                arguments = (*ARMS[arm].arguments, "--epochs", str(epochs))
+                whole = start_job(f"{arm}-whole", *arguments, "--step-s", "0").succeed()
+                for cells in groups:
+                    name = f"{arm}-{cells[0].kind.value}"
+                    outcomes += run_cells(cluster, start_job, name, cells, whole, epochs=epochs, say=say)
         finally:
             stop_cluster(cluster)
     if args.sample is None and not args.only:  # part of the matrix is no result

@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--reproducible", action="store_true")
     parser.add_argument("--fsdp2", action="store_true")
     parser.add_argument("--step-log", default=None, help="file to which rank 0 adds a line a step")
+    parser.add_argument("--hang-after", type=float, default=60.0, help="seconds without progress")
     parser.add_argument("--resize-s", type=float, default=60.0, help="seconds between looks for more nodes")
     parser.add_argument("--max-failures", type=int, default=3)
     parser.add_argument("--storage-options", type=json.loads, default=None)
@@ -179,6 +180,7 @@ def main() -> None:
             )
         },
         checkpoint=rg.CheckpointConfig(every=args.every, when_full="wait"),
+        watchdog=rg.WatchdogConfig(hang_after_s=args.hang_after, actor_silent_after_s=args.hang_after / 2),
         failure=rg.FailureBudget(max_failures_without_progress=args.max_failures),
         mlflow=rg.MlflowConfig(tracking_uri=args.mlflow, experiment="small jobs") if args.mlflow else None,
         storage_options=args.storage_options,
