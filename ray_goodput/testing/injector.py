@@ -102,8 +102,8 @@ class FaultInjector:
     def _with_rank(self, fault: Fault, status: RunStatus) -> Fault:
         if fault.rank is None:
             return replace(fault, rank=self._chance.choice(status.workers).world_rank)
-        if fault.rank >= len(status.workers):
-            raise ConfigError(f"{fault}: the run has {len(status.workers)} workers now, ranks count from 0.")
+        if fault.rank >= len(status.workers):  # not a ConfigError: there may have been more, and may be again
+            raise RunError(f"{fault}: the run has {len(status.workers)} workers now, ranks count from 0.")
         return fault
 
     def _strike(self, fault: Fault, deadline: float) -> Strike:
@@ -184,7 +184,7 @@ class FaultInjector:
         if fault.phase is None:
             yield
             return
-        rule = _gate_of(fault, status, until_at_s=time.time() + deadline - time.monotonic() + _WAIT_SLICE_S)
+        rule = gate_of(fault, status, until_at_s=time.time() + deadline - time.monotonic() + _WAIT_SLICE_S)
         name = next(self._rules)
         nodes = self._set_rule(name, rule, self._nodes(status))
         try:
@@ -234,7 +234,7 @@ class FaultInjector:
 
     def _raise_in_loop(self, fault: Fault, status: RunStatus, deadline: float) -> Strike:
         rule = replace(
-            _gate_of(replace(fault, phase=Phase.STEP), status, until_at_s=time.time() + deadline - time.monotonic()),
+            gate_of(replace(fault, phase=Phase.STEP), status, until_at_s=time.time() + deadline - time.monotonic()),
             action=Action.RAISE,
         )
         name = next(self._rules)
@@ -283,7 +283,7 @@ class FaultInjector:
             raise RunError(f"Node {node} cannot be reached ({type(error).__name__}).") from error
 
 
-def _gate_of(fault: Fault, status: RunStatus, *, until_at_s: float) -> Rule:
+def gate_of(fault: Fault, status: RunStatus, *, until_at_s: float) -> Rule:
     """Where the process that makes the fault's phase is held. Pure."""
     rank = str(fault.rank)
     place, where, least = "step", {"rank": rank}, {}

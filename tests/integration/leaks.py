@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 
 from ray_goodput.actors.names import node_run_dir, slots_dirs
-from ray_goodput.errors import GoodputError
 from ray_goodput.storage.disk import is_tmp
 from ray_goodput.storage.protocol import ObjectStore
 from ray_goodput.testing.find import LiveRun
@@ -107,16 +106,3 @@ def _until(left: Callable[[], list[str]], what: str) -> None:
     while found := left():
         assert time.monotonic() < deadline, f"{what} are left: {found[:10]}"
         time.sleep(0.2)
-
-
-def forget_memory_of(local_dirs: Iterable[Path], key: str) -> int:
-    """What nodes that are gone had in shared memory is gone with them; returns how many files that were."""
-    count = 0
-    for local_dir in local_dirs:
-        for path in _slots(local_dir, key):
-            try:
-                path.unlink()
-                count += 1
-            except (OSError, GoodputError):
-                continue
-    return count
