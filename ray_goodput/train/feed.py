@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import ray.train.torch
 
 from ray_goodput.actors.shard_source import ActorShardSource
 from ray_goodput.actors.spec import RunSpec
+from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.cursor import DataCursor, check
 from ray_goodput.data.feed import FeedSpec
-from ray_goodput.data.loader import BatchLoader, ShardSource
+from ray_goodput.data.loader import Batch, BatchLoader, ShardSource
 from ray_goodput.data.mixture import AnyDataset
+from ray_goodput.errors import ConfigError
+from ray_goodput.goodput.recorder import Recorder
+from ray_goodput.train.data_ranks import DataRanks, agreed
 from ray_goodput.train.datasets import load_manifest
 from ray_goodput.train.worker import WorkerContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFeed:
-    """An open source and the loader over it; `close` ends both."""
+    """An open source and the loader over it; `close` ends both. `is_first`: of the ranks that read the same batches."""
 
     loader: BatchLoader
     source: ShardSource
     cursor: DataCursor
+    is_first: bool = True
 
     def close(self) -> None:
         self.loader.close()
@@ -37,26 +43,32 @@ def open_feed(
     *,
     epochs: int | None,
     purpose: str = "",
+    dp_rank: int | None = None,
+    dp_world: int | None = None,
 ) -> DataFeed:
     """A feed that goes on at `cursor`, or starts at the first sample without one.
 
     purpose: tells apart feeds of one dataset that are open at the same time.
 
+    dp_rank, dp_world: of a data-parallel group other than the world; collective then, given by all ranks.
+
     Raises:
+        ConfigError: the ranks do not make one data-parallel group, or it is larger than a batch.
         DatasetMismatchError: the cursor belongs to other data or another order.
         CacheFullError: the data shards needed at once do not fit the cache.
     """
+    ranks = _data_ranks(worker, dp_rank, dp_world)
+    dataset.check_world(ranks.dp_world)
     manifest = load_manifest(worker.store, name)
     start = dataset.cursor(manifest)
     if cursor is not None:
         check(cursor, start)
         start = cursor
-    world = worker.world
     source = ActorShardSource(
         worker.shard_cache,
         f"{name} ({purpose})" if purpose else name,
         dataset.fetch_spec(manifest),
-        FeedSpec(start=start.samples_consumed, dp_ranks=worker.ranks_of_node, dp_world=world.world_size, epochs=epochs),
+        FeedSpec(start=start.samples_consumed, dp_ranks=ranks.of_node, dp_world=ranks.dp_world, epochs=epochs),
         attempt=worker.attempt,
     ).open()
     loader = dataset.batch_loader(
@@ -64,8 +76,34 @@ def open_feed(
         source,
         start=start.samples_consumed,
         epochs=epochs,
-        dp_rank=world.world_rank,
-        dp_world=world.world_size,
+        dp_rank=ranks.dp_rank,
+        dp_world=ranks.dp_world,
         device=ray.train.torch.get_device(),
     )
-    return DataFeed(loader=loader, source=source, cursor=start)
+    return DataFeed(loader=loader, source=source, cursor=start, is_first=ranks.is_first)
+
+
+def evaluated(open_one: Callable[[], DataFeed], recorder: Recorder, feeds: list[DataFeed]) -> Iterator[Batch]:
+    """All batches of a feed, as time of `eval`; it is among `feeds` while it is open.
+
+    All of it when the first batch is asked for: a generator that is never begun must leave nothing open.
+    """
+    with recorder.span(Bucket.EVAL):
+        feed = open_one()
+        feeds.append(feed)
+        try:
+            for batch in feed.loader:
+                yield batch
+                feed.source.advance(batch.samples_end)
+        finally:
+            feeds.remove(feed)
+            feed.close()
+
+
+def _data_ranks(worker: WorkerContext, dp_rank: int | None, dp_world: int | None) -> DataRanks:
+    world = worker.world
+    if dp_rank is None and dp_world is None:
+        return DataRanks(dp_rank=world.world_rank, dp_world=world.world_size, of_node=worker.ranks_of_node)
+    if dp_rank is None or dp_world is None:
+        raise ConfigError(f"batches(dp_rank={dp_rank}, dp_world={dp_world}): give both, on every rank, or neither.")
+    return agreed(world.gather((dp_rank, dp_world)), worker.ranks_of_node, world.world_rank)

@@ -26,7 +26,7 @@ from ray_goodput.gates import gate
 from ray_goodput.train import ray_compat, reproducible
 from ray_goodput.train.batch_weight import BatchWeight
 from ray_goodput.train.failures import note_step
-from ray_goodput.train.feed import DataFeed, open_feed
+from ray_goodput.train.feed import DataFeed, evaluated, open_feed
 from ray_goodput.train.own_time import OwnTime
 from ray_goodput.train.restorer import Restored, restore_newest
 from ray_goodput.train.sample_log import SampleLog
@@ -96,6 +96,7 @@ class Session:
         self._cursors: dict[str, DataCursor] = {}
         self._pending: dict[str, list[Batch]] = {}
         self._feeds: list[DataFeed] = []
+        self._unlogged: set[str] = set()  # datasets whose batches another rank reads too, and logs
         self._control = ControlWord(worker.world)
         self._weight = BatchWeight(spec.apply_batch_weight)
         self._own = OwnTime()
@@ -201,22 +202,38 @@ class Session:
         self._recorder.switch(Bucket.STEP)
         return self._step
 
-    def batches(self, name: str, *, epochs: int | None = 1) -> Iterator[Batch]:
+    def batches(
+        self, name: str, *, epochs: int | None = 1, dp_rank: int | None = None, dp_world: int | None = None
+    ) -> Iterator[Batch]:
         """Batches of dataset `name` for this rank, from the cursor to the end of `epochs`, counted from the run's
         start.
 
         Each global batch is one step: call `step` once for each batch, or for several to accumulate gradients over
         them. `None` epochs never end. The iterator ends early once `should_stop` is true.
 
+        dp_rank, dp_world: this rank's place in a data-parallel group that is not the world (tensor or pipeline
+            parallel ranks share their batches). All ranks give them, or none.
+
         Raises:
             SessionError: before `restore`.
-            ConfigError: no such dataset.
+            ConfigError: no such dataset, or no such group.
             ShardReadError, ObjectChangedError: a data shard cannot be had, naming it.
         """
         self._need_restore("batches")
         dataset = self._dataset(name)
-        feed = open_feed(self._spec.run, self._worker, name, dataset, self._cursors.get(name), epochs=epochs)
+        feed = open_feed(
+            self._spec.run,
+            self._worker,
+            name,
+            dataset,
+            self._cursors.get(name),
+            epochs=epochs,
+            dp_rank=dp_rank,
+            dp_world=dp_world,
+        )
         self._cursors[name] = feed.cursor
+        if not feed.is_first:
+            self._unlogged.add(name)
         self._feeds.append(feed)
         return self._iterate(name, feed)
 
@@ -242,7 +259,9 @@ class Session:
                 self._recorder.switch(Bucket.OTHER)  # until there are batches again, no step is owed
             feed.close()
 
-    def evaluate_batches(self, name: str) -> Iterator[Batch]:
+    def evaluate_batches(
+        self, name: str, *, dp_rank: int | None = None, dp_world: int | None = None
+    ) -> Iterator[Batch]:
         """Every sample of dataset `name` exactly once over all ranks, as many batches on every rank.
 
         Always starts at the first sample, and moves no cursor. The time until the iterator ends or is closed counts as
@@ -254,6 +273,8 @@ class Session:
                 sums += torch.tensor([loss(batch) * batch.num_samples, batch.num_samples])
             torch.distributed.all_reduce(sums)
 
+        dp_rank, dp_world: as in `batches`.
+
         Raises:
             ConfigError: no such dataset, or it is a mixture.
             ShardReadError, ObjectChangedError: a data shard cannot be had, naming it.
@@ -264,21 +285,13 @@ class Session:
                 f"evaluate_batches({name!r}): no pass over a mixture holds every sample exactly once: give its "
                 "datasets to GoodputTrainer(datasets=) under names of their own, and evaluate on each."
             )
-        return self._evaluate(name, dataset)
+        whole = dataclasses.replace(dataset, drop_last=False)
 
-    def _evaluate(self, name: str, dataset: ShardedDataset) -> Iterator[Batch]:
-        # All of it when the first batch is asked for: a generator that is never begun must leave nothing open.
-        dataset = dataclasses.replace(dataset, drop_last=False)
-        with self._recorder.span(Bucket.EVAL):
-            feed = open_feed(self._spec.run, self._worker, name, dataset, None, epochs=1, purpose="evaluation")
-            self._feeds.append(feed)
-            try:
-                for batch in feed.loader:
-                    yield batch
-                    feed.source.advance(batch.samples_end)
-            finally:
-                self._feeds.remove(feed)
-                feed.close()
+        def open_one() -> DataFeed:
+            group = {"dp_rank": dp_rank, "dp_world": dp_world}
+            return open_feed(self._spec.run, self._worker, name, whole, None, epochs=1, purpose="evaluation", **group)
+
+        return evaluated(open_one, self._recorder, self._feeds)
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
         """One optimizer step is done: it is accounted, the cursor moves on, and a save begins if one is due.
@@ -297,7 +310,7 @@ class Session:
         for name, batches in self._pending.items():
             if batches:
                 self._cursors[name] = self._cursors[name].moved_to(batches[-1].samples_end)
-            if self._samples is not None:
+            if self._samples is not None and name not in self._unlogged:
                 for batch in batches:
                     self._samples.note(self._step, name, batch.sample_ids.tolist())
             batches.clear()
