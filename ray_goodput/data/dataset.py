@@ -19,6 +19,7 @@ from ray_goodput.data.local_loader import make_loader, open_loader
 from ray_goodput.data.manifest import Manifest, build_manifest
 from ray_goodput.data.patterns import compile_glob, split_glob
 from ray_goodput.data.shard_transforms import TransformRows, TransformShard, source_version, transformed
+from ray_goodput.data.shuffle_report import ShuffleReport, measure
 from ray_goodput.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -205,6 +206,15 @@ class ShardedDataset:
         )
         self.check_columns(manifest)
         return manifest
+
+    def shuffle_report(self, manifest: AnyManifest | None = None, *, num_shards: int = 8) -> ShuffleReport:
+        """How far batches stray from the whole, being drawn from lanes x window data shards at a time. Fetches
+        `num_shards` of them to see how sorted they are; warns in the log if the window is too small for that.
+
+        Raises:
+            ShardReadError, ObjectChangedError, StorageError: they cannot be read.
+        """
+        return measure(self, self.manifest() if manifest is None else manifest, num_shards=num_shards)
 
     def order(self, manifest: AnyManifest) -> SampleOrder:
         """The order of the samples of `manifest`."""

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from ray_goodput.core.cursor import DataCursor, check
 from ray_goodput.core.mixture import MixtureOrder
 from ray_goodput.core.order import SampleOrder
 from ray_goodput.core.placement import AnyOrder
+from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.mixture import AnyDataset, Mixture
 from ray_goodput.data.mixture_manifest import AnyManifest, MixtureManifest, read_manifest
+from ray_goodput.data.shuffle_report import supposed
 from ray_goodput.errors import ObjectNotFoundError
 from ray_goodput.storage.protocol import ObjectStore
+
+logger = logging.getLogger(__name__)
 
 
 def manifest_key(name: str) -> str:
@@ -48,6 +55,9 @@ def check_dataset(
     stored = _stored_manifest(store, name)
     same_place = stored is not None and stored.uri == dataset.manifest_uri and stored.format_name == dataset.format_id
     manifest = stored if stored is not None and same_place else dataset.manifest()
+    if not same_place and isinstance(dataset, ShardedDataset):
+        num_shards = int(np.count_nonzero(manifest.rows))
+        logger.info("Dataset %r: %s", name, supposed(dataset, num_shards).why)
     dataset.check_columns(manifest)
     if committed is not None and name in committed:
         check(DataCursor.from_dict(committed[name]), dataset.cursor(manifest))
