@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from ray_goodput.actors.shard_source import ActorShardSource
 from ray_goodput.actors.spec import RunSpec
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.cursor import DataCursor, check
+from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.feed import FeedSpec
 from ray_goodput.data.loader import Batch, BatchLoader, ShardSource
 from ray_goodput.data.mixture import AnyDataset
@@ -81,6 +83,16 @@ def open_feed(
         device=ray.train.torch.get_device(),
     )
     return DataFeed(loader=loader, source=source, cursor=start, is_first=ranks.is_first)
+
+
+def whole_pass(name: str, dataset: AnyDataset) -> ShardedDataset:
+    """The dataset with nothing dropped at its end. Raises ConfigError for a mixture."""
+    if not isinstance(dataset, ShardedDataset):
+        raise ConfigError(
+            f"evaluate_batches({name!r}): no pass over a mixture holds every sample exactly once: give its datasets to "
+            "GoodputTrainer(datasets=) under names of their own, and evaluate on each."
+        )
+    return dataclasses.replace(dataset, drop_last=False)
 
 
 def evaluated(open_one: Callable[[], DataFeed], recorder: Recorder, feeds: list[DataFeed]) -> Iterator[Batch]:

@@ -6,7 +6,6 @@ the same order, on the training thread.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +16,6 @@ from torch import nn
 
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.cursor import DataCursor
-from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.loader import Batch
 from ray_goodput.data.mixture import AnyDataset
 from ray_goodput.data.waits import observe_waits
@@ -26,7 +24,7 @@ from ray_goodput.gates import gate
 from ray_goodput.train import ray_compat, reproducible
 from ray_goodput.train.batch_weight import BatchWeight
 from ray_goodput.train.failures import note_step
-from ray_goodput.train.feed import DataFeed, evaluated, open_feed
+from ray_goodput.train.feed import DataFeed, evaluated, open_feed, whole_pass
 from ray_goodput.train.own_time import OwnTime
 from ray_goodput.train.restorer import Restored, restore_newest
 from ray_goodput.train.sample_log import SampleLog
@@ -280,12 +278,7 @@ class Session:
             ShardReadError, ObjectChangedError: a data shard cannot be had, naming it.
         """
         dataset = self._dataset(name)
-        if not isinstance(dataset, ShardedDataset):
-            raise ConfigError(
-                f"evaluate_batches({name!r}): no pass over a mixture holds every sample exactly once: give its "
-                "datasets to GoodputTrainer(datasets=) under names of their own, and evaluate on each."
-            )
-        whole = dataclasses.replace(dataset, drop_last=False)
+        whole = whole_pass(name, dataset)
 
         def open_one() -> DataFeed:
             group = {"dp_rank": dp_rank, "dp_world": dp_world}
