@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 from ray_goodput.actors.commits import CHECKPOINTS
 from ray_goodput.actors.names import parse_attempt_dir
-from ray_goodput.actors.process_look import RankLook, kill_ranks, look_at_ranks
 from ray_goodput.actors.node_copies import Flushed, NearPort, NodeCopies
 from ray_goodput.actors.peer_copy import PeerCopier
+from ray_goodput.actors.process_look import RankLook, kill_ranks, look_at_ranks
 from ray_goodput.checkpoint.sidecar import sidecar_path, staged_in
 from ray_goodput.core.commit import CheckpointId, LandedSlice, StagedSlice
 from ray_goodput.core.tiers import SaveTier

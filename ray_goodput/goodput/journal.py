@@ -129,6 +129,7 @@ class JournalWriter:
             run=run, attempt=attempt, world_rank=world_rank, node=node, wall_anchor_ns=0, mono_anchor_ns=0
         )
         self._chunk = chunk_records
+        self._chunk_words = chunk_records * RECORD_BYTES // 8
         self._capacity = max_records
         self._allocated = 0  # records the file has room for
         self._count = 0  # records finished; the open one has this number
@@ -136,7 +137,7 @@ class JournalWriter:
         self._fd = -1
         self._head: memoryview | None = None
         self._words: memoryview | None = None  # the chunk that holds the open record
-        self._base = 0  # slot of the chunk's first record
+        self._at = 0  # where the open record begins in it, in words
 
     def open(self, at_ns: int, wall_ns: int, bucket: Bucket = Bucket.STARTUP, step: int = -1) -> None:
         """Create the file (replacing an older one) with one open record that starts at `at_ns`, wall time `wall_ns`."""
@@ -160,7 +161,7 @@ class JournalWriter:
         self._head[_HEARTBEAT] = at_ns
         self._head[_CAPACITY] = self._capacity
         self._enter_chunk(0)
-        self._begin(0, at_ns, bucket, step)
+        self._begin(at_ns, bucket, step)
 
     @property
     def next_record(self) -> int:
@@ -174,23 +175,23 @@ class JournalWriter:
         """
         words, head = self._words, self._head
         assert words is not None and head is not None
-        count = self._count
+        count, at = self._count, self._at
         # The count last: killed in between, a reader finds the open record as before, with or without an end.
-        at = (count % self._capacity - self._base) * 4
         words[at + 3] = step
         words[at + 2] = self._open_bucket | flags << 8 | (own_us & _MAX_OWN_US) << 32
         words[at + 1] = at_ns
-        following = (count + 1) % self._capacity
-        if not self._base <= following < self._base + self._chunk:
-            self._enter_chunk(count + 1)
-        self._begin(count + 1, at_ns, next_bucket, next_step)
-        self._count = count + 1
-        head[_COUNT] = count + 1
+        at += 4
+        if at >= self._chunk_words:
+            self._enter_chunk(count + 1)  # begins with this record
+            at = 0
+        self._at = at
+        self._begin(at_ns, next_bucket, next_step)
+        self._count = head[_COUNT] = count + 1
 
     def set_step(self, step: int) -> None:
         """Correct the step of the open record."""
         if self._words is not None:
-            self._words[(self._count % self._capacity - self._base) * 4 + 3] = step
+            self._words[self._at + 3] = step
 
     def heartbeat(self, at_ns: int) -> None:
         """The rank was alive at `at_ns`. One aligned 8-byte store, safe beside `roll` in another thread."""
@@ -207,9 +208,8 @@ class JournalWriter:
         words, head = self._words, self._head
         if words is None or head is None:
             return
-        at = (self._count % self._capacity - self._base) * 4
-        words[at + 3] = step
-        words[at + 1] = at_ns
+        words[self._at + 3] = step
+        words[self._at + 1] = at_ns
         self._count += 1
         head[_COUNT] = self._count
         head[_HEARTBEAT] = at_ns
@@ -222,10 +222,9 @@ class JournalWriter:
         if fd >= 0:
             os.close(fd)
 
-    def _begin(self, number: int, at_ns: int, bucket: int, step: int) -> None:
-        words = self._words
+    def _begin(self, at_ns: int, bucket: int, step: int) -> None:
+        words, at = self._words, self._at
         assert words is not None
-        at = (number % self._capacity - self._base) * 4
         words[at + 1] = 0
         words[at] = at_ns
         words[at + 2] = self._open_bucket = int(bucket)
@@ -251,7 +250,6 @@ class JournalWriter:
         self._words = None  # unmaps the chunk before
         offset = HEADER_BYTES + slot * RECORD_BYTES
         self._words = memoryview(mmap.mmap(self._fd, self._chunk * RECORD_BYTES, offset=offset)).cast("q")
-        self._base = slot
 
 
 def read_journal(path: str | Path, from_record: int = 0, max_records: int | None = None) -> JournalPage:

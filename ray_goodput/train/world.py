@@ -5,10 +5,10 @@ Every method but the properties is collective: all ranks call it in the same ord
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -62,30 +62,38 @@ class Decisions:
 
 
 _NOTHING = Decisions()
+_NAMES = tuple(f.name for f in fields(Decisions))
+_flags = attrgetter(*_NAMES)
+_NO_FLAG = bytes(len(_NAMES))
 
 
 class ControlWord:
     """Decisions agreed without waiting: posted at the end of one step, read by all ranks at the end of the next.
 
-    A decision counts if any rank posted it. One all-reduce of two bytes a step runs in the background meanwhile; it
-    raises in `read` when a peer is gone, which is how a survivor learns of it if no other collective told it.
+    A decision counts if any rank posted it. One all-reduce of a byte for each decision runs in the background
+    meanwhile; it raises in `read` when a peer is gone, which is how a survivor learns of it if no other collective told
+    it.
+
+    It is called once a step, each time with cold caches, where what is cheap in a loop is not. So the word is a plain
+    bytearray that the tensor shares, and the all-reduce goes to the group's back end itself: by way of the group it
+    passes through torch's dispatcher, and by way of `dist.all_reduce` through checks and logging too.
     """
 
     def __init__(self, world: World) -> None:
-        self._group = world.group
-        self._values = np.zeros(2, dtype=np.uint8)  # the same memory as `_word`: numpy reads and writes it faster
-        self._word = [torch.from_numpy(self._values)]
-        self._options: Any = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp.MAX
+        self._values = bytearray(_NO_FLAG)
+        self._word = [torch.frombuffer(self._values, dtype=torch.uint8)]
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._options = options
+        self._backend: Any = None if world.group is None else world.group._get_backend(torch.device("cpu"))
         self._work: Any = None
         self._posted = False
 
     def post(self, decisions: Decisions) -> None:
-        self._values[:] = (decisions.save, decisions.stop)
+        self._values[:] = _NO_FLAG if decisions is _NOTHING else bytes(_flags(decisions))
         self._posted = True
-        if self._group is not None:
-            # The group's own method: `dist.all_reduce` adds checks and logging that cost more than the call itself.
-            self._work = self._group.allreduce(self._word, self._options)
+        if self._backend is not None:
+            self._work = self._backend.allreduce(self._word, self._options)
 
     def read(self) -> Decisions:
         """The decisions posted last, agreed; none if nothing was posted since the last read."""
@@ -95,6 +103,6 @@ class ControlWord:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if not self._values.any():
+        if self._values == _NO_FLAG:
             return _NOTHING
-        return Decisions(save=bool(self._values[0]), stop=bool(self._values[1]))
+        return Decisions(**{name: bool(value) for name, value in zip(_NAMES, self._values, strict=True)})

@@ -12,6 +12,7 @@ from journal_pages import page
 from ray_goodput.actors.coordinator import RunCoordinator
 from ray_goodput.clock import ManualClock
 from ray_goodput.core.commit import CheckpointId, LandedSlice, StagedSlice
+from ray_goodput.core.hang import HangVerdict
 from ray_goodput.core.run_state import Resume, WorkerInfo
 from ray_goodput.errors import StorageError
 from ray_goodput.storage.faults import FaultyStore
@@ -119,3 +120,48 @@ def test_a_start_told_twice_is_noted_once(tmp_path: Path, lives: ExitStack) -> N
     for _ in range(2):
         one.resumed(1, 0, "none")
     assert one.status().resumes == (Resume(attempt=1, step=0, tier="none"),)
+
+
+def test_a_rank_of_an_attempt_that_was_replaced_is_told_so(tmp_path: Path, lives: ExitStack) -> None:
+    one = coordinator(LocalStore(tmp_path), lives)
+    one.open()
+    one.group_allocated(workers(1))
+    assert not one.heartbeat(1, 0, page(1, 0, []), []).replaced
+    one.group_allocated(workers(2))
+    assert one.heartbeat(1, 0, page(1, 0, []), []).replaced
+    assert not one.heartbeat(2, 0, page(2, 0, []), []).replaced
+
+
+def test_a_coordinator_that_was_restarted_learns_the_living_processes_without_a_new_attempt(
+    tmp_path: Path, lives: ExitStack
+) -> None:
+    store = LocalStore(tmp_path)
+    first = coordinator(store, lives)
+    first.open()
+    assert first.group_allocated(workers(1)) == 1
+    second = coordinator(store, lives)
+    second.open()
+    assert second.status().workers == ()
+    for _ in range(2):
+        second.group_lives(workers(1))
+    assert (second.status().attempt, second.status().workers) == (1, workers(1))
+    assert [w.pid for w in second.watch.workers()] == [1], "its hangs would never be found"
+    assert second.group_allocated(workers(2)) == 2
+
+
+def test_a_failure_that_follows_from_a_hang_is_booked_as_one_with_its_culprits(
+    tmp_path: Path, lives: ExitStack
+) -> None:
+    one = coordinator(LocalStore(tmp_path), lives)
+    one.open()
+    one.group_allocated(workers(1))
+    one.watch.found(1, HangVerdict(culprits=(0,), reason="Hung: rank 0 is stopped"))
+    one.hang_found(1)
+    assert one.stuck_ranks() == (0,)
+    one.failure_seen(kind="worker", message="The actor died", ranks=(0,), reason="Retrying", retry=True)
+    [incident] = one.goodput().incidents
+    assert (incident.kind, incident.reason, incident.ranks) == ("hang", "Hung: rank 0 is stopped", (0,))
+    assert one.stuck_ranks() == (), "it is over"
+    one.group_allocated(workers(2))
+    one.failure_seen(kind="worker", message="The actor died", ranks=(0,), reason="Retrying", retry=True)
+    assert [i.kind for i in one.goodput().incidents] == ["hang", "worker"]
