@@ -22,6 +22,7 @@ from ray_goodput.actors.resume_points import ResumePoints
 from ray_goodput.actors.save_times import SaveTimes
 from ray_goodput.clock import Clock
 from ray_goodput.config import WatchdogConfig
+from ray_goodput.core.budget import FailureKind
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
 from ray_goodput.core.run_state import HeartbeatAnswer, Resume, RunStatus, WorkerInfo
 from ray_goodput.core.tiers import peers_of
@@ -197,7 +198,7 @@ class RunCoordinator:
             self._gave_up = None if retry else reason
         hang = self.watch.hang(attempt)
         if hang is not None:  # that a process was killed is only what came of it
-            kind, message, ranks = "hang", hang.reason, hang.culprits
+            kind, message, ranks = FailureKind.HANG.value, hang.reason, hang.culprits
         self.watch.end()
         self._ledger.attempt_ended(attempt, kind, ranks=ranks, reason=message)
 

@@ -15,6 +15,7 @@ class FailureKind(Enum):
     """What ended an attempt."""
 
     WORKER = "worker"  # a process died or the user's code raised
+    HANG = "hang"  # it stood still and was killed for it; Ray sees a process that died
     DRAIN = "drain"  # it saved and left by itself, after notice
     PREEMPTION = "preemption"  # a node was taken away before its attempt had left
     STARTUP = "startup"  # the worker group could not be started (no room yet, a node died meanwhile)
