@@ -112,16 +112,27 @@ class FailureBudget:
     stop_on_repeated_error: an exception of the train loop that comes twice in a row at the same step of the same ranks,
         with no commit in between, ends the run without using the rest of the budget up. Connections, files and lost
         processes are never taken for such an error. False: always the whole budget.
+    max_wait_for_workers_s: the run ends with `WorkersUnavailableError` when the cluster has had no room for the workers
+        it needs (all of a fixed number, or the minimum) for longer than this. None: it waits for ever.
+    replacement_wait_s: how long a replacement for a lost node usually takes to come. An elastic run waits that long
+        for it if this loses less than going on without it and growing later. Default: what this run has seen so far,
+        and until then no waiting.
     """
 
     max_failures_without_progress: int = 3
     stop_on_repeated_error: bool = True
+    max_wait_for_workers_s: float | None = 1800.0
+    replacement_wait_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_failures_without_progress < 0:
             raise ConfigError(
                 f"FailureBudget(max_failures_without_progress={self.max_failures_without_progress}): must be 0 or more."
             )
+        for name in ("max_wait_for_workers_s", "replacement_wait_s"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"FailureBudget({name}={value}): must be 0 or more seconds, or None.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ GoodputError
 │   └── ShardTransformError       the user's transform_shard failed, or made another number of rows
 └── RunError
     ├── RunInUseError             another driver holds the run name
+    ├── WorkersUnavailableError   the cluster has had no room for the workers for too long
     ├── DrainedError              the attempt saved and left, since a node or process of it is about to go
     └── CrashLoopError            failures without progress used up their budget
 
@@ -113,6 +114,10 @@ class RunError(GoodputError):
 
 class RunInUseError(RunError):
     """Another living driver holds the run name."""
+
+
+class WorkersUnavailableError(RunError):
+    """The cluster has had no room for the workers that the run needs for longer than it may wait."""
 
 
 class DrainedError(RunError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -44,10 +44,20 @@ class CommitLog:
     """Collects landed slices and writes commit records; loads what earlier lives of the run committed.
 
     Thread-safe. `open()` reads the storage; nothing else must be called before it.
+
+    check_owner: raises FencedError if another driver has taken the run; asked just before and just after a commit
+        record is written.
     """
 
     def __init__(
-        self, *, run: str, store: ObjectStore, clock: Clock, keep_last: int = 3, keep_every: int | None = None
+        self,
+        *,
+        run: str,
+        store: ObjectStore,
+        clock: Clock,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        check_owner: Callable[[], None] | None = None,
     ) -> None:
         self._run = run
         self._store = store
@@ -56,6 +66,8 @@ class CommitLog:
         self._keep_every = keep_every
         self._catalog = Catalog()
         self._pending: dict[CheckpointId, _Pending] = {}
+        self._check_owner = check_owner or (lambda: None)
+        self._fenced_out = ""
         self._fence = 0
         self._trunk: CheckpointId | None = None  # what the newest attempt resumed from, if that is not committed
         self._highest_attempt = 0
@@ -86,6 +98,11 @@ class CommitLog:
         with self._decision, self._changed:
             self._fence = max(self._fence, attempt)
 
+    def fence_all(self, reason: str) -> None:
+        """From now on no attempt of this driver can commit, restore or prune."""
+        with self._changed:
+            self._fenced_out = reason
+
     def newest(self) -> CommitRecord | None:
         with self._changed:
             return self._catalog.newest()
@@ -107,6 +124,8 @@ class CommitLog:
                 scratch, which only a person may decide.
         """
         with self._decision, self._changed:
+            if self._fenced_out:
+                raise FencedError(self._fenced_out)
             if attempt < self._fence:
                 raise FencedError(
                     f"Attempt {attempt} was replaced by attempt {self._fence}; it may not restore or save."
@@ -184,6 +203,8 @@ class CommitLog:
         The commit record goes first: a folder half deleted is no checkpoint.
         """
         with self._changed:
+            if self._fenced_out:
+                return []
             old = self._catalog.prunable(keep_last=self._keep_last, keep_every=self._keep_every)
             committed = [r.checkpoint for r in self._catalog.newest_first()]
             committed += list(self._catalog.bad)
@@ -220,9 +241,11 @@ class CommitLog:
         folder = f"{CHECKPOINTS}/{checkpoint.folder}"
         self._store.put(f"{folder}/{METADATA_NAME}", metadata)
         with self._decision:
+            self._check_owner()
             with self._changed:
                 self._check_fence(checkpoint)
             self._store.put(f"{folder}/{COMMIT_NAME}", record.to_json(xxh3_128_hex))
+            self._take_back_if_fenced(f"{folder}/{COMMIT_NAME}")
             with self._changed:
                 self._catalog.add(record)
                 self._pending.pop(checkpoint, None)
@@ -234,7 +257,19 @@ class CommitLog:
         of_trunk = trunk is not None and checkpoint.attempt == trunk.attempt and checkpoint.step <= trunk.step
         return checkpoint.attempt < self._fence and not of_trunk
 
+    def _take_back_if_fenced(self, key: str) -> None:
+        """A process that was stopped between its look and its write may have written for a run that is another's."""
+        try:
+            self._check_owner()
+        except FencedError:
+            self._store.delete([key])
+            raise
+        except StorageError as error:  # it was ours a moment ago
+            logger.debug("Whether the run is still ours cannot be told now: %s", error)
+
     def _check_fence(self, checkpoint: CheckpointId) -> None:
+        if self._fenced_out:
+            raise FencedError(self._fenced_out)
         if self._is_fenced(checkpoint):
             raise FencedError(
                 f"The save of step {checkpoint.step} belongs to attempt {checkpoint.attempt}, "

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 from ray_goodput.actors.commits import CommitLog
 from ray_goodput.actors.identity import run_identity
+from ray_goodput.actors.lease import RunLease
 from ray_goodput.actors.ledger_store import LedgerStore
 from ray_goodput.actors.metrics_store import MetricsStore
 from ray_goodput.actors.metrics_tail import MetricsNews, MetricsTail
+from ray_goodput.actors.orders import RunOrders
 from ray_goodput.actors.progress_watch import ProgressWatch
 from ray_goodput.actors.resume_points import ResumePoints
 from ray_goodput.actors.save_times import SaveTimes
@@ -68,14 +70,28 @@ class RunCoordinator:
         watchdog: WatchdogConfig | None = None,
         answering: Callable[[Collection[str]], Collection[str]] = lambda nodes: nodes,
         domains: Callable[[], Mapping[str, str]] = dict,
+        lease: RunLease | None = None,
     ) -> None:
         self._run = run
         self._store = store
         self._answering = answering
         self._domains = domains
         self._clock = clock
-        self._commits = CommitLog(run=run, store=store, clock=clock, keep_last=keep_last, keep_every=keep_every)
-        self._ledger = LedgerStore(store=store, clock=clock, target_world=target_world)
+        self._lease = lease
+        self._commits = CommitLog(
+            run=run,
+            store=store,
+            clock=clock,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            check_owner=lease.check if lease is not None else None,
+        )
+        self._ledger = LedgerStore(
+            store=store,
+            clock=clock,
+            target_world=target_world,
+            holds=lease.holds if lease is not None else lambda: True,
+        )
         self._metrics = MetricsStore(store=store, clock=clock)
         self._tail = MetricsTail(life=clock.at_s())
         self.watch = ProgressWatch(clock, watchdog or WatchdogConfig())
@@ -91,7 +107,7 @@ class RunCoordinator:
         self._save_times = SaveTimes()
         self._train_run_id = ""
         self._gave_up: str | None = None
-        self._draining = False
+        self._orders = RunOrders(clock)
         self._prune = threading.Event()
         self._flush = threading.Event()
         self._stop = threading.Event()
@@ -101,7 +117,11 @@ class RunCoordinator:
 
         Raises:
             StorageError: the storage cannot be read.
+            RunInUseError: another driver, perhaps of another cluster, trains the run.
         """
+        if self._lease is not None:
+            self._lease.take(self._taken_over)
+            self._lease.start()
         self._commits.open()
         self._run_id = run_identity(self._store)
         self._points = ResumePoints(
@@ -115,6 +135,11 @@ class RunCoordinator:
 
     def ping(self) -> str:
         return self._run
+
+    def _taken_over(self, reason: str) -> None:
+        """Another driver has taken the run, as its lease says: nothing of ours may count any more."""
+        self._commits.fence_all(reason)
+        self._orders.taken_over(reason)
 
     # attempts
 
@@ -159,7 +184,7 @@ class RunCoordinator:
         """Time a rank spent since its last heartbeat."""
         self._heard_of(attempt)
         with self._lock:
-            drain, replaced = self._draining, attempt < self._attempt
+            replaced = attempt < self._attempt
             for step, values in metrics:
                 self._history[step] = values
                 self._step = max(self._step, step) if attempt == self._attempt else self._step
@@ -168,7 +193,7 @@ class RunCoordinator:
         self.watch.take(page)
         self._metrics.add(attempt, metrics)
         self._tail.add(attempt, self._clock.at_s(), metrics)
-        return HeartbeatAnswer(self._ledger.add_page(page), drain, replaced)
+        return self._orders.answer(self._ledger.add_page(page), replaced=replaced)
 
     def unwatched(self, attempt: int, world_rank: int) -> None:
         """A rank's journal cannot be written any more: from now on its silence means nothing."""
@@ -184,8 +209,15 @@ class RunCoordinator:
 
     def request_drain(self) -> None:
         """All ranks save at one of their next steps and leave their loops; told to them by their heartbeats."""
-        with self._lock:
-            self._draining = True
+        self._orders.end_run()
+
+    def request_save(self) -> None:
+        """A save begins at one of the next steps."""
+        self._orders.save_soon()
+
+    def nodes_draining(self, left_s: Mapping[str, float | None]) -> None:
+        """These nodes, of all that are alive, go in so many seconds (None: unknown). Idempotent."""
+        self._orders.nodes_draining(left_s)
 
     def journal_tail(self, attempt: int, world_rank: int, page: JournalPage) -> None:
         """What a dead rank's journal held, read from its node's disk."""
@@ -206,7 +238,7 @@ class RunCoordinator:
         """The worker group is gone, for whatever reason."""
         with self._lock:
             attempt, self._workers = self._attempt, ()
-            outcome = "stopped" if self._draining else "finished"
+            outcome = "stopped" if self._orders.ending else "finished"
         self.watch.end()
         self._ledger.attempt_ended(attempt, outcome)
         self._ledger.group_down(attempt)
@@ -289,6 +321,11 @@ class RunCoordinator:
         newest = self._commits.newest()
         return newest.checkpoint.step if newest is not None else -1
 
+    def commit_age_s(self) -> float | None:
+        """Seconds since the newest commit of the present attempt, by this process's clock; None for none."""
+        own = [r.committed_at_s for r in self._commits.records() if r.checkpoint.attempt == self._attempt]
+        return max(0.0, self._clock.at_s() - max(own)) if own else None
+
     def last_committed(self) -> CheckpointId | None:
         """The save made last that survives processes, committed or complete on the nodes: of the latest attempt that
         has any, which need not be the one of the largest step."""
@@ -354,6 +391,8 @@ class RunCoordinator:
         curves = threading.Thread(target=self._metrics.flush, kwargs={"now": True}, daemon=True)
         curves.start()
         report = self._ledger.finish()
+        if self._lease is not None:
+            self._lease.release()
         curves.join(_CURVES_WAIT_S)  # they are for looking at: a storage that is away must not cost the report
         with self._lock:
             return RunEnd(

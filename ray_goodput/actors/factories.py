@@ -22,6 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_goodput.actors.coordinator import RunCoordinator
+from ray_goodput.actors.lease import RunLease, this_process
 from ray_goodput.actors.metrics_export import MetricsExporter
 from ray_goodput.actors.names import (
     NAMESPACE,
@@ -45,6 +46,7 @@ from ray_goodput.core.run_state import HeartbeatAnswer
 from ray_goodput.errors import RunInUseError, StorageError
 from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.storage import open_store
+from ray_goodput.storage.protocol import ObjectStore
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +64,13 @@ class _CoordinatorProcess(RunCoordinator):
     """The coordinator with its own store, opened where it lives; rebuilt from storage in each of its lives."""
 
     def __init__(self, spec: RunSpec) -> None:
+        first_life = not ray.get_runtime_context().was_current_actor_reconstructed
+        store = open_store(spec.store)
         super().__init__(
             run=spec.run,
-            store=open_store(spec.store),
+            store=store,
             clock=SystemClock(),
+            lease=_lease(spec, store, first_life=first_life) if spec.driver else None,
             target_world=spec.target_world,
             run_started_at=spec.started_at_s or None,
             keep_last=spec.checkpoint.keep_last,
@@ -75,11 +80,10 @@ class _CoordinatorProcess(RunCoordinator):
             domains=lambda: failure_domains(spec.key),
         )
         self._driver_pid = spec.driver_pid
-        self._problem: StorageError | None = None
+        self._problem: StorageError | RunInUseError | None = None
         try:
-            first_life = not ray.get_runtime_context().was_current_actor_reconstructed
             open_patiently(self, first_life=first_life)
-        except StorageError as error:  # raised here, it would reach the driver as the actor's death
+        except (StorageError, RunInUseError) as error:  # raised here, it would reach the driver as the actor's death
             self._problem = error
             return
         MetricsExporter(spec.run, self.figures, lambda: self.train_run_id).start()
@@ -95,7 +99,7 @@ class _CoordinatorProcess(RunCoordinator):
 
     @ray.method(concurrency_group=CONTROL)
     def ping(self) -> str:
-        """Raises StorageError if the storage could not be read when the run began."""
+        """Raises StorageError if the storage could not be read when the run began, RunInUseError if it is another's."""
         if self._problem is not None:
             raise self._problem
         return super().ping()
@@ -114,6 +118,14 @@ class _CoordinatorProcess(RunCoordinator):
     @ray.method(concurrency_group=CONTROL)
     def stuck_ranks(self) -> tuple[int, ...]:
         return super().stuck_ranks()
+
+
+def _lease(spec: RunSpec, store: ObjectStore, *, first_life: bool) -> RunLease:
+    heads = [n["NodeID"] for n in ray.nodes() if "node:__internal_head__" in n["Resources"]]
+    me = this_process(spec.driver, cluster=heads[0] if heads else "", key=spec.key)
+    return RunLease(
+        run=spec.run, store=store, me=me, clock=SystemClock(), ttl_s=spec.lease_ttl_s, first_life=first_life
+    )
 
 
 class _VaultProcess(CheckpointVault):
@@ -158,6 +170,10 @@ class _VaultProcess(CheckpointVault):
     @ray.method(concurrency_group=CONTROL)
     def kill(self, ranks: Sequence[tuple[int, int]]) -> list[int]:
         return super().kill(ranks)
+
+    @ray.method(concurrency_group=CONTROL)
+    def hurry(self) -> None:
+        super().hurry()
 
     # Copies have threads of their own: two vaults that copy to each other must not wait for each other's uploads.
 

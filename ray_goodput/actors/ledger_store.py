@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ray_goodput.clock import Clock
 from ray_goodput.errors import GoodputError, StorageError
@@ -23,6 +23,8 @@ FOLDER = "ledger"
 class LedgerStore:
     """Thread-safe. `open()` replays the segments of earlier lives; `flush()` writes what is new as the next segment.
 
+    holds: whether the run is still ours; the segments of a driver that took it over have the same names as ours.
+
     Times are wall clock: they go on when the coordinator is restarted, or on another machine. A whole segment is
     written once there are `max_segments` after the one before; those it supersedes are deleted `grace_s` later, so that
     a reader, or a copy of the folder, that began before finds all it saw listed.
@@ -32,10 +34,13 @@ class LedgerStore:
     max_segments = 100
     grace_s = 900.0
 
-    def __init__(self, *, store: ObjectStore, clock: Clock, target_world: int) -> None:
+    def __init__(
+        self, *, store: ObjectStore, clock: Clock, target_world: int, holds: Callable[[], bool] = lambda: True
+    ) -> None:
         self._store = store
         self._clock = clock
         self._target_world = target_world
+        self._holds = holds
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._ledger = Ledger(target_world)
@@ -145,6 +150,8 @@ class LedgerStore:
     def flush(self) -> None:
         """Write every segment that is not in storage yet; one that fails is written again next time."""
         with self._writing:
+            if not self._holds():
+                return
             with self._lock:
                 segments = self._ledger.to_segments()
                 if self._ledger.segments_since_whole > self.max_segments:

@@ -33,6 +33,7 @@ from ray_goodput.storage.protocol import ObjectStore
 logger = logging.getLogger(__name__)
 
 _AFTER_ALL_ATTEMPTS = sys.maxsize
+_HURRIED_PAUSE_S = 0.5
 
 
 class CoordinatorPort(Protocol):
@@ -64,7 +65,7 @@ class CheckpointVault:
         journals: Path,
         keep_local: int = 2,
         give_up_after_s: float = 900.0,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] | None = None,
         near: NearPort | None = None,
         peers: PeerCopier | None = None,
     ) -> None:
@@ -76,7 +77,8 @@ class CheckpointVault:
         self._slots = slots
         self._journals = journals
         self._give_up_after_s = give_up_after_s
-        self._sleep = sleep
+        self._sleep = sleep or self._wait
+        self._hurry = threading.Event()
         self._adopting = threading.Lock()
         self._lock = threading.Lock()
         self._landed: dict[int, LandedSlice] = {}  # world rank -> its newest slice in storage
@@ -93,6 +95,10 @@ class CheckpointVault:
     def kill(self, ranks: Sequence[tuple[int, int]]) -> list[int]:
         """SIGKILL to these training processes of this node; returns the ranks that got it."""
         return kill_ranks(ranks)
+
+    def hurry(self) -> None:
+        """This node or one of its peers is about to go: from now on tries follow one another quickly."""
+        self._hurry.set()
 
     def persist(self, staged: StagedSlice) -> None:
         """The slice is as far as its tier says, and the coordinator knows. Idempotent.
@@ -201,6 +207,7 @@ class CheckpointVault:
 
         Staged slices are persisted if their attempt may still commit; journals are handed to the coordinator.
         """
+        self._hurry.clear()  # who was about to go has gone
         with self._adopting:
             for folder in self._old_slots(attempt):
                 for staged in staged_in(folder):
@@ -259,8 +266,15 @@ class CheckpointVault:
                 if not told:
                     logger.warning("%s failed, trying again for %.0f s: %s", what, self._give_up_after_s, error)
                     told = True
-            self._sleep(pause_s)
+            self._sleep(min(pause_s, _HURRIED_PAUSE_S) if self._hurry.is_set() else pause_s)
             pause_s = min(pause_s * 2, 30.0)
+
+    def _wait(self, pause_s: float) -> None:
+        """Sleep, but wake up when it gets urgent."""
+        if self._hurry.is_set():
+            time.sleep(pause_s)
+        else:
+            self._hurry.wait(pause_s)
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,14 +16,24 @@ class WorkerInfo:
     node_ip: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatAnswer:
-    """What the coordinator tells a rank once a second: the journal record it wants next, whether to save and leave,
-    and whether a later attempt has taken its place."""
+    """What the coordinator tells a rank once a second.
+
+    next_record: the journal record it wants next.
+    drain: save and leave the loop, the run ends.
+    draining: nodes of the cluster that are about to go, with the seconds left (None: unknown).
+    save_number: grows each time somebody wants a save soon.
+    replaced: a later attempt has taken the place of the rank's. taken_over: why the run is no longer this driver's, ""
+        while it is.
+    """
 
     next_record: int
-    drain: bool
+    drain: bool = False
+    draining: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    save_number: int = 0
     replaced: bool = False
+    taken_over: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

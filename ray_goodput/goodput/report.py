@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ray_goodput.core.budget import FailureKind
 from ray_goodput.core.straggler import Straggler
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -69,8 +70,8 @@ class Incident:
 
     @property
     def is_failure(self) -> bool:
-        """Something broke; False for a change of size."""
-        return self.kind != RESIZED
+        """Something broke; False for a change of size, and for an attempt that had saved and left after notice."""
+        return self.kind not in (RESIZED, FailureKind.DRAIN.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,17 @@ from ray_goodput.actors.names import NAMESPACE, coordinator_name, shard_cache_na
 from ray_goodput.actors.shard_cache import shard_cache_actor
 from ray_goodput.actors.spec import RunSpec
 from ray_goodput.core.run_state import WorkerInfo
+from ray_goodput.train import sigterm
 from ray_goodput.train.actor_watch import ActorWatch
-from ray_goodput.train.ray_compat import ControllerCallback, WorkerGroupCallback, train_run_id, worker_infos
+from ray_goodput.train.drain_watch import DrainWatch
+from ray_goodput.train.ray_compat import (
+    ControllerCallback,
+    WorkerCallback,
+    WorkerGroupCallback,
+    draining_nodes,
+    train_run_id,
+    worker_infos,
+)
 
 _END_TIMEOUT_S = 60.0
 
@@ -50,6 +59,14 @@ async def _awaited(ref: Any) -> None:
         await ref
 
 
+class SigtermCallback(WorkerCallback):
+    """Runs in the main thread of each worker."""
+
+    @_never_raises
+    def after_init_train_context(self) -> None:
+        sigterm.install()
+
+
 class GoodputCallback(WorkerGroupCallback, ControllerCallback):
     """Lives in the controller's process, which owns the node actors: they outlive worker groups and end with the
     run."""
@@ -61,11 +78,14 @@ class GoodputCallback(WorkerGroupCallback, ControllerCallback):
         self._tell_at_mono_s = 0.0
         self._infos: tuple[WorkerInfo, ...] = ()
         self._watch: ActorWatch | None = None  # made in the controller's process: it has a thread
+        self._drains: DrainWatch | None = None
 
     @_never_raises
     def after_controller_start(self, train_run_context: Any) -> None:
         self._train_run_id = train_run_id(train_run_context)
         self._tell_train_run()
+        self._drains = DrainWatch(draining_nodes, lambda nodes: self._coordinator().nodes_draining.remote(nodes))
+        self._drains.start()
 
     @_never_raises
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
@@ -122,6 +142,8 @@ class GoodputCallback(WorkerGroupCallback, ControllerCallback):
         """The node actors end with this process: before, the vaults finish what is staged and clean up."""
         if self._watch is not None:
             self._watch.close(timeout_s=0.0)
+        if self._drains is not None:
+            self._drains.close(0.0)
         try:
             ends = [asyncio.ensure_future(_awaited(vault.end_run.remote())) for vault, _ in self._node_actors.values()]
             if ends:

@@ -7,11 +7,13 @@ Ray's objects into our own values.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 import ray.train
+from ray._private.state import state as _cluster_state
 from ray.exceptions import RayActorError, RayError
 from ray.train.v2._internal.exceptions import (
     RayTrainError,
@@ -20,7 +22,7 @@ from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
 )
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.failure_handling import (
     DefaultFailurePolicy,
     FailureDecision,
@@ -51,11 +53,15 @@ __all__ = [
     "ScalingDecision",
     "StorageContext",
     "TrainingFailedError",
+    "WorkerCallback",
     "WorkerGroupCallback",
+    "available_resources",
     "classify_failure",
+    "draining_nodes",
     "fresh_reserved_resources",
     "goodput_error_in",
     "in_train_worker",
+    "node_ip",
     "train_run_id",
     "user_error_in",
     "worker_infos",
@@ -76,6 +82,11 @@ def in_train_worker() -> bool:
     except Exception:  # Ray raises RuntimeError, AttributeError or its own types here, depending on the process
         return False
     return True
+
+
+def node_ip() -> str:
+    """The address of this process's node."""
+    return ray.util.get_node_ip_address()
 
 
 def train_run_id(train_run_context: Any) -> str:
@@ -134,6 +145,18 @@ def classify_failure(error: TrainingFailedError) -> tuple[FailureKind, str, tupl
             return FailureKind.WORKER, _last_line(cause), ()
         return FailureKind.CONTROLLER, _last_line(cause), ()
     return FailureKind.WORKER, _last_line(error), ()
+
+
+def draining_nodes() -> dict[str, float | None]:
+    """Living nodes that are being drained: node id -> seconds until they go, None if Ray was not told. One GCS call."""
+    deadlines_ms = _cluster_state.get_draining_nodes()
+    now = time.time()
+    return {node: max(0.0, ms / 1000.0 - now) if ms else None for node, ms in deadlines_ms.items()}
+
+
+def available_resources() -> Mapping[str, Mapping[str, float]]:
+    """What is free on each living node: node id -> resources. One GCS call."""
+    return _cluster_state.available_resources_per_node()
 
 
 def fresh_reserved_resources(policy: ElasticScalingPolicy) -> Mapping[str, Mapping[str, float]] | None:

@@ -186,6 +186,19 @@ class Saver:
                 "log above). The run's newest checkpoint is older; the run can go on from there once the storage works."
             )
 
+    def wait_committed(self, timeout_s: float) -> bool:
+        """Whether the newest save is committed within `timeout_s`. Collective."""
+        self.settle()
+        deadline = self._clock.mono_s() + timeout_s
+        ray.wait([f.ref for f in self._in_flight], num_returns=len(self._in_flight), timeout=timeout_s)
+        self._collect_finished(keep_failed=True)
+        done = None
+        if self._world.world_rank == 0:
+            checkpoint, done = CheckpointId(self.last_step, self._worker.attempt), False
+            while not done and (left_s := deadline - self._clock.mono_s()) > 0:
+                done = self._worker.coordinator.wait_committed(checkpoint, min(left_s, _COMMIT_WAIT_S))
+        return self._world.broadcast(done)
+
     def _committed(self) -> bool:
         """Whether the newest save gets committed, reminding a coordinator that died with its notes. Collective."""
         for _ in range(_COMMIT_TRIES):

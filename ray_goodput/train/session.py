@@ -7,21 +7,24 @@ the same order, on the training thread.
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+import ray_goodput
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.cursor import DataCursor
+from ray_goodput.core.drain import commit_wait_s, farewell, merged
 from ray_goodput.data.loader import Batch
 from ray_goodput.data.mixture import AnyDataset
 from ray_goodput.data.waits import observe_waits
-from ray_goodput.errors import ConfigError, SessionError, StagingFullError
+from ray_goodput.errors import ConfigError, DrainedError, FencedError, SessionError, StagingFullError
 from ray_goodput.gates import gate
-from ray_goodput.train import ray_compat, reproducible
+from ray_goodput.train import ray_compat, reproducible, sigterm
 from ray_goodput.train.batch_weight import BatchWeight
 from ray_goodput.train.failures import note_step
 from ray_goodput.train.feed import DataFeed, evaluated, open_feed, whole_pass
@@ -57,6 +60,21 @@ def session() -> Session:
     return _current
 
 
+def run_packed(version: str, packed: bytes, train_loop: Callable[[], Any]) -> Any:
+    """`run_in_session` with the spec that a driver of `version` packed.
+
+    Raises:
+        ConfigError: this worker has another version than the driver.
+    """
+    if version != ray_goodput.__version__:
+        raise ConfigError(
+            f"The driver runs ray_goodput {version}, and this worker (node {ray_compat.node_ip()}) has "
+            f"{ray_goodput.__version__}: install the same version on every node, or ship it with the job "
+            f'(runtime_env={{"pip": ["ray_goodput=={version}"]}}).'
+        )
+    return run_in_session(pickle.loads(packed), train_loop)
+
+
 def run_in_session(spec: TrainSpec, train_loop: Callable[[], Any]) -> Any:
     """Enter the user's loop with a session around it; the last state is saved and committed when it returns."""
     global _current
@@ -72,6 +90,7 @@ def run_in_session(spec: TrainSpec, train_loop: Callable[[], Any]) -> Any:
         raise
     finally:
         _current = None
+        sigterm.listen(False)
         observe_waits(None)
         worker.close()
 
@@ -198,6 +217,7 @@ class Session:
             self._weight.attach(model)
             self._own.attach(model)
         self._recorder.switch(Bucket.STEP)
+        sigterm.listen(True)
         return self._step
 
     def batches(
@@ -294,9 +314,12 @@ class Session:
         Raises:
             SessionError: before `restore`.
             FencedError: this attempt has been replaced.
+            DrainedError: a node or process of the attempt is about to go; the state is saved. Let it through.
         """
         self._need_restore("step")
         self._saver.settle()
+        if self._worker.orders.taken_over:
+            raise FencedError(self._worker.orders.taken_over)
         agreed = self._control.read()
         self._step += 1
         batches_used = any(self._pending.values())
@@ -318,12 +341,32 @@ class Session:
         if not self._prepared:
             with self._recorder.span(Bucket.CKPT_BLOCK):
                 self._prepare_saves()
+        if agreed.leave and not self._stop:
+            self._leave()
         if agreed.save:
             self._save(must=agreed.stop)
-        drain = self._worker.draining.is_set()
+        orders = self._worker.orders
         self._control.post(
-            Decisions(save=drain or self._saver.due(self._step + 1), stop=drain or self._saver.stop_requested)
+            Decisions(
+                save=orders.end_run or orders.take_save() or self._saver.due(self._step + 1),
+                stop=orders.end_run or self._saver.stop_requested,
+                leave=orders.must_leave,
+            )
         )
+
+    def _leave(self) -> NoReturn:
+        """Some ranks are about to go: save now, wait until the save is committed or the time is up, end this attempt.
+
+        Collective. The run goes on in another attempt, without the nodes that are going.
+        """
+        worker = self._worker
+        with self._recorder.span(Bucket.DRAIN):
+            notice = merged(worker.world.gather(worker.orders.notice()))
+            assert notice is not None, "a rank posted that it has to leave"
+            worker.vault.hurry.remote()
+            saved = self._save(must=True)
+            committed = saved and self._saver.wait_committed(commit_wait_s(notice))
+        raise DrainedError(farewell(notice, step=self._step, committed=committed), notice.ranks)
 
     def save(self) -> bool:
         """The state after the last step is staged on every rank, waiting for a slot if need be; its upload goes on

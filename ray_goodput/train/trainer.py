@@ -8,15 +8,18 @@ import inspect
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
+from ray import cloudpickle
 from ray.exceptions import RayError
 from ray.train.torch import TorchTrainer
 
+import ray_goodput
 from ray_goodput.actors.commits import CHECKPOINTS, CommitLog
 from ray_goodput.actors.coordinator import RunEnd
 from ray_goodput.actors.factories import start_coordinator
@@ -30,13 +33,14 @@ from ray_goodput.errors import ConfigError, CrashLoopError
 from ray_goodput.goodput.mlflow_sink import Status
 from ray_goodput.goodput.report import GoodputReport, render_table
 from ray_goodput.storage import open_store
-from ray_goodput.train.callbacks import GoodputCallback
+from ray_goodput.train.callbacks import GoodputCallback, SigtermCallback
 from ray_goodput.train.datasets import CheckedDataset, check_dataset, write_dataset
 from ray_goodput.train.drain import EXIT_CODE_DRAINED, DrainOnSigterm
 from ray_goodput.train.mlflow_feed import MlflowFeed
-from ray_goodput.train.policies import FreshElasticScalingPolicy, ProgressFailurePolicy
+from ray_goodput.train.policies import ProgressFailurePolicy
 from ray_goodput.train.ray_compat import TrainingFailedError, goodput_error_in
-from ray_goodput.train.session import run_in_session
+from ray_goodput.train.scaling import GoodputScalingPolicy
+from ray_goodput.train.session import run_packed
 from ray_goodput.train.spec import TrainSpec
 from ray_goodput.train.storage_path import probe_storage, resolve_storage
 
@@ -147,8 +151,10 @@ class GoodputTrainer(TorchTrainer):
         newest, datasets = self._check()
         if not ray.is_initialized():
             ray.init()
-        spec = dataclasses.replace(self._spec.run, started_at_s=time.time(), driver_pid=os.getpid())
-        coordinator = start_coordinator(spec)
+        taken = dataclasses.replace(
+            self._spec.run, started_at_s=time.time(), driver_pid=os.getpid(), driver=uuid.uuid4().hex
+        )
+        coordinator = start_coordinator(taken)
         if newest is not None:
             logger.info("Run %s goes on from the commit of step %d.", self._spec.run.run, newest.checkpoint.step)
         end: RunEnd | None = None
@@ -214,9 +220,10 @@ class GoodputTrainer(TorchTrainer):
             kwargs["failure_policy"] = ProgressFailurePolicy(
                 self.run_config.failure_config, budget=self._failure, run_key=key
             )
-        if self.scaling_config.elasticity_enabled:
-            kwargs["scaling_policy"] = FreshElasticScalingPolicy(self.scaling_config, run_key=key)
-        kwargs["callbacks"] = [*kwargs["callbacks"], GoodputCallback(self._spec.run)]
+        kwargs["scaling_policy"] = GoodputScalingPolicy(
+            self.scaling_config, run_key=key, budget=self._failure, may_give_up=self._own_failure_policy
+        )
+        kwargs["callbacks"] = [*kwargs["callbacks"], GoodputCallback(self._spec.run), SigtermCallback()]
         return super()._initialize_and_run_controller(**kwargs)
 
     def _checkpoint(self, newest: CommitRecord | None) -> ray.train.Checkpoint | None:
@@ -229,19 +236,25 @@ class GoodputTrainer(TorchTrainer):
 
 
 def _in_session(train_loop: Callable[..., Any], spec: TrainSpec) -> Callable[..., Any]:
-    """`train_loop` entered by our wrapper, with as many parameters as it had."""
+    """`train_loop` entered by our wrapper, with as many parameters as it had.
+
+    The spec travels packed, beside the driver's version: a worker of another version can then say so before it tries
+    to read it.
+    """
+    dumps: Callable[[Any], bytes] = cloudpickle.dumps  # pyright: ignore[reportPrivateImportUsage]
+    packed, version = dumps(spec), ray_goodput.__version__
     takes_config = bool(inspect.signature(train_loop).parameters)
     if takes_config:
 
         @functools.wraps(train_loop)
         def with_config(config: dict[str, Any]) -> Any:
-            return run_in_session(spec, functools.partial(train_loop, config))
+            return run_packed(version, packed, functools.partial(train_loop, config))
 
         return with_config
 
     @functools.wraps(train_loop)
     def without_config() -> Any:
-        return run_in_session(spec, train_loop)
+        return run_packed(version, packed, train_loop)
 
     return without_config
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,7 @@ from ray_goodput.goodput.recorder import Recorder
 from ray_goodput.storage import open_store
 from ray_goodput.storage.protocol import ObjectStore
 from ray_goodput.train.metrics import MetricsBuffer
+from ray_goodput.train.orders import RankOrders
 from ray_goodput.train.spec import TrainSpec
 from ray_goodput.train.stacks import StackFile
 from ray_goodput.train.world import World
@@ -44,7 +44,7 @@ _ACTOR_WAIT_S = 60.0
 
 @dataclass(kw_only=True)
 class WorkerContext:
-    """Made by `open_worker`; `close` ends the journal. `draining` is set once the coordinator wants the run to end."""
+    """Made by `open_worker`; `close` ends the journal. `orders` is what was said from outside."""
 
     world: World
     attempt: int
@@ -57,7 +57,7 @@ class WorkerContext:
     shard_cache: Any
     recorder: Recorder
     metrics: MetricsBuffer
-    draining: threading.Event
+    orders: RankOrders
     stacks: StackFile
     clock: Clock = field(default_factory=SystemClock)
 
@@ -85,7 +85,7 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
     attempt = world.broadcast(coordinator.join_attempt(infos) if world.world_rank == 0 else None)
     local_dir = environment().local_dir
     metrics = MetricsBuffer()
-    draining = threading.Event()
+    orders = RankOrders(world.world_rank, infos)
 
     def send(page: JournalPage) -> int | None:
         numbers = metrics.take()
@@ -94,8 +94,7 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
         except Exception:
             metrics.put_back(numbers)
             raise
-        if answer.drain:
-            draining.set()
+        orders.hear(answer)
         if answer.replaced:
             _end_replaced(attempt)
         return answer.next_record
@@ -132,7 +131,7 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
         shard_cache=_node_actor(shard_cache_name(key, node_id)),
         recorder=recorder,
         metrics=metrics,
-        draining=draining,
+        orders=orders,
         stacks=stacks,
     )
 

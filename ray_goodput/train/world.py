@@ -55,10 +55,11 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
-    """What all ranks do at the same step."""
+    """What all ranks do at the same step: save, leave the loop for good, end this attempt."""
 
     save: bool = False
     stop: bool = False
+    leave: bool = False
 
 
 _NOTHING = Decisions()

@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ray_goodput.config import StoreSpec
+from ray_goodput.core.commit import CheckpointId
 from ray_goodput.storage import open_store
 from ray_goodput.storage.protocol import ObjectStore
 from ray_goodput.train.sample_log import SampleAudit, audit
@@ -54,7 +56,8 @@ class Job:
         self._log_path = self._out.with_suffix(".log")
         options = ["--storage-options", json.dumps(storage_options)] if storage_options else []
         command = [sys.executable, str(script), "--storage", storage or str(folder / "storage"), "--data", data]
-        command += ["--name", name, "--out", str(self._out), *options, *arguments]
+        self._pids = Path(tempfile.mkdtemp(prefix="pids-", dir=folder))
+        command += ["--name", name, "--out", str(self._out), "--pids", str(self._pids), *options, *arguments]
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "RAY_ADDRESS": address}
@@ -75,13 +78,26 @@ class Job:
         assert finished.code == 0, finished.log[-6000:]
         return finished
 
-    def wait_for_commit(self, timeout_s: float = 120.0) -> None:
-        """At least one checkpoint is committed, seen from outside."""
-        store = open_store(self.spec)
+    def wait_for_commit(self, timeout_s: float = 120.0, *, attempt: int = 1) -> None:
+        """At least one checkpoint of `attempt` or a later one is committed, seen from outside."""
+        self._until(lambda: any(c.attempt >= attempt for c in self.commits()), "no commit", timeout_s)
+
+    def commits(self) -> list[CheckpointId]:
+        """What is committed, seen from outside."""
+        keys = [info.key.split("/") for info in open_store(self.spec).list("checkpoints")]
+        return [c for _, folder, name in keys if name == "COMMIT.json" and (c := CheckpointId.parse(folder))]
+
+    def pid(self, attempt: int, world_rank: int, timeout_s: float = 120.0) -> int:
+        """The process of a rank, once its state is restored."""
+        path = self._pids / f"{attempt}-{world_rank}"
+        self._until(lambda: path.exists() and path.read_text(), f"no rank {world_rank} in attempt {attempt}", timeout_s)
+        return int(path.read_text())
+
+    def _until(self, reached: Callable[[], Any], otherwise: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while not any(info.key.endswith("COMMIT.json") for info in store.list("checkpoints")):
+        while not reached():
             assert self.process.poll() is None, self.log[-6000:]
-            assert time.monotonic() < deadline, f"no commit within {timeout_s:.0f} s:\n{self.log[-6000:]}"
+            assert time.monotonic() < deadline, f"{otherwise} within {timeout_s:.0f} s:\n{self.log[-6000:]}"
             time.sleep(0.1)
 
     def kill(self) -> None:

@@ -62,6 +62,8 @@ def train_loop(config: dict[str, Any]) -> str:
     if config["skip_restore"]:
         run.step({"loss": 0.0})
     run.restore(model=model, optimizer=optimizer, schedule=schedule)
+    if config["pids"]:
+        Path(config["pids"], f"{run.attempt}-{run.world_rank}").write_text(str(os.getpid()))
     for batch in run.batches("train", epochs=config["epochs"]):
         loss = nn.functional.mse_loss(model(batch["x"]).squeeze(-1), batch["y"])
         loss.backward()
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--resize-s", type=float, default=60.0, help="seconds between looks for more nodes")
     parser.add_argument("--max-failures", type=int, default=3)
     parser.add_argument("--storage-options", type=json.loads, default=None)
+    parser.add_argument("--pids", default=None, help="folder for files ATTEMPT-RANK that hold the workers' pids")
     parser.add_argument("--mlflow", default=None, help="tracking URI")
     args = parser.parse_args()
 
@@ -169,6 +172,7 @@ def main() -> None:
             "skip_restore": args.skip_restore,
             "fsdp2": args.fsdp2,
             "step_log": args.step_log,
+            "pids": args.pids,
         },
         datasets={
             "train": rg.ShardedDataset(

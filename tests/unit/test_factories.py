@@ -41,10 +41,10 @@ def test_what_is_no_storage_failure_is_never_waited_for() -> None:
         open_patiently(Opening(ZeroDivisionError()), first_life=False, sleep=lambda s: None)
 
 
-def test_a_vaults_ping_has_threads_that_no_upload_can_hold() -> None:
+def test_a_vaults_ping_and_hurry_have_threads_that_no_upload_can_hold() -> None:
     meta = vault_class().__ray_metadata__
     groups = meta.method_meta.concurrency_group_for_methods
-    assert {name for name, group in groups.items() if group == groups["ping"]} == {"ping", "look", "kill"}
+    assert {name for name, group in groups.items() if group == groups["ping"]} == {"ping", "look", "kill", "hurry"}
     assert meta.concurrency_groups[groups["ping"]] >= 1
 
 
