@@ -18,6 +18,7 @@ from ray_goodput.actors.ledger_store import FOLDER as LEDGER
 from ray_goodput.clock import ManualClock
 from ray_goodput.core.commit import COMMIT_NAME, CheckpointId, LandedSlice, StagedSlice
 from ray_goodput.core.lease import LEASE_NAME, Holder, LeaseRecord, Take, decide_take
+from ray_goodput.core.run_state import WorkerInfo
 from ray_goodput.errors import FencedError, RunInUseError, StorageError
 from ray_goodput.storage.faults import FaultyStore
 from ray_goodput.storage.local import LocalStore
@@ -216,13 +217,15 @@ def test_a_driver_stopped_right_beside_its_commit_leaves_none_behind(store: Loca
 def test_a_coordinator_whose_run_was_taken_commits_and_writes_nothing_and_tells_its_ranks(store: LocalStore) -> None:
     first = Driver(store, "a")
     coordinator = RunCoordinator(run="run", store=store, clock=first.clock, target_world=1, lease=first.lease)
+    workers = (WorkerInfo(world_rank=0, pid=1, node_id="n", node_ip="10.0.0.1"),)
     coordinator.open()
     try:
-        coordinator.group_allocated(())
+        coordinator.group_allocated(workers)
         Driver(store, "b", gone=True).take()
         segments = [info.key for info in store.list(LEDGER)]
         first.clock.advance(TTL_S)  # SIGSTOP
-        coordinator.group_allocated(())
+        coordinator.group_down()
+        coordinator.group_allocated(workers)
         coordinator.hello(1, 0, 1.0)
         coordinator._ledger.flush()
         with pytest.raises(FencedError, match="host-of-b"):
