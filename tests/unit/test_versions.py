@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
-from ray.cloudpickle import dumps  # pyright: ignore[reportPrivateImportUsage]
 
 import ray_goodput
 from ray_goodput.actors.spec import RunSpec
@@ -35,6 +35,6 @@ def test_the_spec_travels_packed_with_the_drivers_version(tmp_path: Path, monkey
         run=RunSpec(run="r", store=StoreSpec(uri=str(tmp_path)), checkpoint=CheckpointConfig(), target_world=1),
         datasets={},
     )
-    pickle.loads(dumps(_in_session(lambda config: config["x"], spec)))({"x": 5})
-    pickle.loads(dumps(_in_session(lambda: 7, spec)))()
+    pickle.loads(cloudpickle.dumps(_in_session(lambda config: config["x"], spec)))({"x": 5})
+    pickle.loads(cloudpickle.dumps(_in_session(lambda: 7, spec)))()
     assert entered == [(spec, 5), (spec, 7)]
