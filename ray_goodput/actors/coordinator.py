@@ -6,21 +6,21 @@ lock guards the attempt table; commits have their own (`commits.py`), and so has
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from ray_goodput.actors.commits import CommitLog
+from ray_goodput.actors.housekeeping import Errand
 from ray_goodput.actors.identity import run_identity
 from ray_goodput.actors.lease import RunLease
 from ray_goodput.actors.ledger_store import LedgerStore
-from ray_goodput.actors.metrics_store import MetricsStore
-from ray_goodput.actors.metrics_tail import MetricsNews, MetricsTail
+from ray_goodput.actors.metrics_tail import MetricsNews
 from ray_goodput.actors.orders import RunOrders
 from ray_goodput.actors.progress_watch import ProgressWatch
 from ray_goodput.actors.resume_points import ResumePoints
+from ray_goodput.actors.run_end import RunEnd
+from ray_goodput.actors.run_metrics import RunMetrics
 from ray_goodput.actors.save_times import SaveTimes
 from ray_goodput.clock import Clock
 from ray_goodput.config import WatchdogConfig
@@ -28,26 +28,12 @@ from ray_goodput.core.budget import FailureKind
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
 from ray_goodput.core.run_state import HeartbeatAnswer, Resume, RunStatus, WorkerInfo
 from ray_goodput.core.tiers import peers_of
-from ray_goodput.errors import GoodputError
 from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.goodput.metrics import RunFigures
 from ray_goodput.goodput.report import GoodputReport
 from ray_goodput.storage.protocol import ObjectStore
 
-logger = logging.getLogger(__name__)
-
-_MAX_HISTORY = 100_000
 _CURVES_WAIT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnd:
-    """What the driver learns when a run is over. `history`: (step, metrics of rank 0), later attempts overriding."""
-
-    report: GoodputReport
-    newest: CommitRecord | None
-    resumes: tuple[Resume, ...]
-    history: tuple[tuple[int, dict[str, float]], ...]
 
 
 class RunCoordinator:
@@ -92,8 +78,7 @@ class RunCoordinator:
             target_world=target_world,
             holds=lease.holds if lease is not None else lambda: True,
         )
-        self._metrics = MetricsStore(store=store, clock=clock)
-        self._tail = MetricsTail(life=clock.at_s())
+        self._metrics = RunMetrics(store=store, clock=clock)
         self.watch = ProgressWatch(clock, watchdog or WatchdogConfig())
         self._run_started_at = clock.at_s() if run_started_at is None else run_started_at
         self._lock = threading.Lock()
@@ -101,16 +86,14 @@ class RunCoordinator:
         self._workers: tuple[WorkerInfo, ...] = ()
         self._step = -1
         self._resumes: list[Resume] = []
-        self._history: dict[int, dict[str, float]] = {}
         self._skipped = 0
         self._num_commits = 0
         self._save_times = SaveTimes()
         self._train_run_id = ""
         self._gave_up: str | None = None
         self._orders = RunOrders(clock)
-        self._prune = threading.Event()
-        self._flush = threading.Event()
-        self._stop = threading.Event()
+        self._prune = Errand("prune", self._commits.prune)
+        self._flush = Errand("ledger", self._write_books, every_s=self._ledger.flush_interval_s)
 
     def open(self) -> None:
         """Read what earlier lives left; from now on the object serves.
@@ -130,8 +113,8 @@ class RunCoordinator:
         self._ledger.open(self._run_started_at)
         self._attempt = max(self._commits.highest_attempt, self._ledger.highest_attempt)
         self._commits.restore_fence(self._attempt)
-        for name, work in (("prune", self._prune_loop), ("ledger", self._ledger_loop)):
-            threading.Thread(target=work, name=f"goodput-{name}", daemon=True).start()
+        self._prune.start()
+        self._flush.start()
 
     def ping(self) -> str:
         return self._run
@@ -185,14 +168,10 @@ class RunCoordinator:
         self._heard_of(attempt)
         with self._lock:
             replaced = attempt < self._attempt
-            for step, values in metrics:
-                self._history[step] = values
-                self._step = max(self._step, step) if attempt == self._attempt else self._step
-            while len(self._history) > _MAX_HISTORY:
-                self._history.pop(next(iter(self._history)))
+            if attempt == self._attempt:
+                self._step = max(self._step, *(step for step, _ in metrics), -1)
         self.watch.take(page)
         self._metrics.add(attempt, metrics)
-        self._tail.add(attempt, self._clock.at_s(), metrics)
         return self._orders.answer(self._ledger.add_page(page), replaced=replaced)
 
     def unwatched(self, attempt: int, world_rank: int) -> None:
@@ -286,8 +265,8 @@ class RunCoordinator:
             self._resumes.append(Resume(attempt=attempt, step=step, tier=tier))
             self._step = step
         self._ledger.resumed(attempt, step)
-        self._flush.set()
-        self._prune.set()  # not before: until ranks have read it, nobody knows whether the newest commit is good
+        self._flush.soon()
+        self._prune.soon()  # not before: until ranks have read it, nobody knows whether the newest commit is good
 
     def landed(self, landed: LandedSlice) -> None:
         """A vault has put a slice into storage; the last one of a checkpoint commits it."""
@@ -301,8 +280,8 @@ class RunCoordinator:
                 took = self._save_times.committed(record.checkpoint, self._clock.mono_s())
             step, attempt = record.checkpoint.step, record.checkpoint.attempt
             self._ledger.commit(step, attempt, stall_s=took.stall_s, latency_s=took.latency_s, upload_s=took.upload_s)
-            self._prune.set()
-            self._flush.set()
+            self._prune.soon()
+            self._flush.soon()
 
     def save_stalled(self, checkpoint: CheckpointId, stall_s: float) -> None:
         """Training stood still for `stall_s` on rank 0 for this save."""
@@ -376,7 +355,7 @@ class RunCoordinator:
 
     def metrics_since(self, life: float, upto: int) -> MetricsNews:
         """Rank 0's metrics that arrived after those the caller has; see `MetricsTail.since`."""
-        return self._tail.since(life, upto)
+        return self._metrics.since(life, upto)
 
     def gave_up(self) -> str | None:
         """Why no further attempt is made, None if the run was not given up."""
@@ -386,8 +365,7 @@ class RunCoordinator:
     def finish(self) -> RunEnd:
         """Close the books; the ledger's last segment is in storage afterwards if the storage takes it."""
         self.group_down()
-        self._stop.set()
-        self._prune.set()
+        self.stop()
         curves = threading.Thread(target=self._metrics.flush, kwargs={"now": True}, daemon=True)
         curves.start()
         report = self._ledger.finish()
@@ -399,33 +377,23 @@ class RunCoordinator:
                 report=report,
                 newest=self._commits.newest(),
                 resumes=tuple(self._resumes),
-                history=tuple(sorted(self._history.items())),
+                history=self._metrics.history(),
             )
+
+    def stop(self) -> None:
+        """No errand begins any more; the object still answers."""
+        self._prune.stop()
+        self._flush.stop()
 
     def _heard_of(self, attempt: int) -> None:
         """No later attempt gets this number, even if an earlier life of this actor could not note it down."""
         with self._lock:
             self._attempt = max(self._attempt, attempt)
 
-    def _prune_loop(self) -> None:
-        while not self._stop.is_set():
-            self._prune.wait()
-            self._prune.clear()
-            if self._stop.is_set():
-                return
-            try:
-                for checkpoint in self._commits.prune():
-                    logger.debug("Pruned %s.", checkpoint.folder)
-            except GoodputError as error:
-                logger.warning("Old checkpoints could not be removed now, tried again after the next commit: %s", error)
-
-    def _ledger_loop(self) -> None:
-        """Write the ledger now and then, and soon after what a new driver should know if this one dies."""
-        while not self._stop.is_set():
-            self._flush.wait(self._ledger.flush_interval_s)
-            self._flush.clear()
-            self._ledger.flush()
-            self._metrics.flush()
+    def _write_books(self) -> None:
+        """Now and then, and soon after what a new driver should know if this one dies."""
+        self._ledger.flush()
+        self._metrics.flush()
 
 
 def _processes(workers: Sequence[WorkerInfo]) -> list[tuple[str, int]]:

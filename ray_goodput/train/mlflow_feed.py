@@ -15,7 +15,7 @@ import torch
 from ray.exceptions import RayError
 
 import ray_goodput
-from ray_goodput.actors.coordinator import RunEnd
+from ray_goodput.actors.run_end import RunEnd
 from ray_goodput.config import MlflowConfig
 from ray_goodput.goodput.mlflow_artifacts import run_artifacts
 from ray_goodput.goodput.mlflow_sink import MlflowSink, Status

@@ -21,8 +21,8 @@ from ray.train.torch import TorchTrainer
 
 import ray_goodput
 from ray_goodput.actors.commits import CHECKPOINTS, CommitLog
-from ray_goodput.actors.coordinator import RunEnd
 from ray_goodput.actors.factories import start_coordinator
+from ray_goodput.actors.run_end import RunEnd
 from ray_goodput.actors.spec import RunSpec
 from ray_goodput.clock import SystemClock
 from ray_goodput.config import CheckpointConfig, FailureBudget, MlflowConfig, StoreSpec, WatchdogConfig

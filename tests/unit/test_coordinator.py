@@ -28,7 +28,7 @@ def lives() -> Iterator[ExitStack]:
 
 def coordinator(store: ObjectStore, lives: ExitStack) -> RunCoordinator:
     made = RunCoordinator(run="run", store=store, clock=ManualClock(), target_world=1, run_started_at=1.7e9)
-    lives.callback(made._stop.set)
+    lives.callback(made.stop)
     return made
 
 

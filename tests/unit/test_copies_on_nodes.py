@@ -35,7 +35,7 @@ def cluster() -> Iterator[Made]:
     made = Made()
     yield made
     for nodes in made.clusters:
-        nodes.coordinator._stop.set()
+        nodes.coordinator.stop()
 
 
 def committed(nodes: NearNodes, step: int = 10) -> None:
@@ -248,7 +248,7 @@ def test_vaults_and_coordinator_restarted_together_know_what_the_nodes_hold(tmp_
     nodes.coordinator.group_allocated(())
     committed(nodes)
     nodes.persist(nodes.stage(20, tier=SaveTier.LOCAL))
-    nodes.coordinator._stop.set()
+    nodes.coordinator.stop()
     nodes.restart_coordinator()
     nodes.vaults = {name: nodes.vault(name) for name in nodes.names}
     nodes.hold(2)
@@ -260,7 +260,7 @@ def test_copies_that_a_deleted_run_of_the_same_name_left_are_not_used_and_go(tmp
     nodes = cluster(tmp_path)
     nodes.persist(nodes.stage(20, tier=SaveTier.LOCAL))
     nodes.store.delete([info.key for info in list(nodes.store.list())])
-    nodes.coordinator._stop.set()
+    nodes.coordinator.stop()
     nodes.restart_coordinator()
     nodes.hold(2)
     assert nodes.coordinator.resume_point(2) is None

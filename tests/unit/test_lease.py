@@ -204,7 +204,7 @@ def test_a_driver_stopped_right_beside_its_commit_leaves_none_behind(store: Loca
     first.take()
     log = CommitLog(
         run="run",
-        store=FaultyStore(store, **{moment: stopped}),
+        store=FaultyStore(store, before=stopped) if moment == "before" else FaultyStore(store, after=stopped),
         clock=ManualClock(),
         check_owner=first.lease.check,
     )
@@ -237,7 +237,7 @@ def test_a_coordinator_whose_run_was_taken_commits_and_writes_nothing_and_tells_
         assert [info.key for info in store.list(LEDGER)] == segments
         assert read(store).holder.id == "b"
     finally:
-        coordinator._stop.set()
+        coordinator.stop()
 
 
 def test_a_process_of_this_machine_is_known_to_live_or_to_be_gone() -> None:

@@ -1,0 +1,46 @@
+"""Rank 0's training metrics in the coordinator: curves beside the ledger, the newest ones for the driver."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from ray_goodput.actors.metrics_store import MetricsStore
+from ray_goodput.actors.metrics_tail import MetricsNews, MetricsTail
+from ray_goodput.clock import Clock
+from ray_goodput.storage.protocol import ObjectStore
+
+_MAX_HISTORY = 100_000
+
+
+class RunMetrics:
+    """Thread-safe."""
+
+    def __init__(self, *, store: ObjectStore, clock: Clock) -> None:
+        self._clock = clock
+        self._curves = MetricsStore(store=store, clock=clock)
+        self._tail = MetricsTail(life=clock.at_s())
+        self._lock = threading.Lock()
+        self._history: dict[int, dict[str, float]] = {}
+
+    def add(self, attempt: int, metrics: Sequence[tuple[int, dict[str, float]]]) -> None:
+        """Values by step; a step done again overrides its first values."""
+        with self._lock:
+            self._history.update(metrics)
+            while len(self._history) > _MAX_HISTORY:
+                self._history.pop(next(iter(self._history)))
+        self._curves.add(attempt, metrics)
+        self._tail.add(attempt, self._clock.at_s(), metrics)
+
+    def since(self, life: float, upto: int) -> MetricsNews:
+        """Those that arrived after what the caller has; see `MetricsTail.since`."""
+        return self._tail.since(life, upto)
+
+    def history(self) -> tuple[tuple[int, dict[str, float]], ...]:
+        """(step, values) in step order; the oldest fall out of a very long run."""
+        with self._lock:
+            return tuple(sorted(self._history.items()))
+
+    def flush(self, *, now: bool = False) -> None:
+        """Write the curves that are due; all of them with `now`."""
+        self._curves.flush(now=now)
