@@ -7,6 +7,7 @@ and the next attempt's `adopt` finishes the upload.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import shutil
 import sys
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from ray_goodput.actors.node_copies import Flushed, NearPort, NodeCopies
 from ray_goodput.actors.peer_copy import PeerCopier
 from ray_goodput.actors.process_look import RankLook, kill_ranks, look_at_ranks
 from ray_goodput.checkpoint.sidecar import sidecar_path, staged_in
-from ray_goodput.core.commit import CheckpointId, LandedSlice, StagedSlice
+from ray_goodput.core.commit import METADATA_NAME, CheckpointId, LandedSlice, StagedSlice
 from ray_goodput.core.tiers import SaveTier
 from ray_goodput.errors import FencedError, GoodputError, RunError, StorageAccessError, StorageError
 from ray_goodput.goodput.journal import read_journal
@@ -125,23 +126,35 @@ class CheckpointVault:
     def _bring(self, staged: StagedSlice) -> LandedSlice | None:
         """The slice is on NVMe, at peers and in storage, as its tier wants; what landed in storage."""
         started = time.monotonic()
-        flushed = self._copies.flush(staged)
-        with self._copying_to_peers(flushed):
-            if staged.tier is not SaveTier.STORAGE:
+        if staged.tier is not SaveTier.STORAGE:
+            flushed = self._copies.flush(staged)
+            with self._copying_to_peers(flushed):
                 if not flushed.held:
                     raise StorageError(f"{_title(staged)}: there is no room for a copy on this node's disk.")
-                return None
-            self._until_it_works(lambda: self._upload(flushed), what=f"{_title(staged)}: upload")
+            return None
+        slot = Path(staged.slot_path)
+        from_slot = [_Upload(e.name, slot, e.offset, e.size_bytes) for e in staged.extents]
+        with ThreadPoolExecutor(1, thread_name_prefix="upload") as pool:
+            # Beside the copy to NVMe, so that it is durable that much sooner; the slot keeps its bytes meanwhile.
+            first = pool.submit(self._upload, staged.checkpoint, from_slot)
+            flushed = self._copies.flush(staged)
+            copies = [_Upload(p.record.name, p.path, p.offset, p.record.size_bytes) for p in flushed.parts]
+            tries = itertools.count()
+            with self._copying_to_peers(flushed):
+                self._until_it_works(
+                    lambda: self._upload(staged.checkpoint, copies) if next(tries) else first.result(),
+                    what=f"{_title(staged)}: upload",
+                )
         landed = replace(flushed.landed, upload_s=time.monotonic() - started)
         with self._lock:
             self._landed[staged.world_rank] = landed
         return landed
 
-    def _upload(self, flushed: Flushed) -> None:
-        folder = flushed.landed.slice.checkpoint.folder
-        for part in flushed.parts:
-            key = f"{CHECKPOINTS}/{folder}/{part.record.name}"
-            self._store.upload_file(key, part.path, offset=part.offset, size_bytes=part.record.size_bytes)
+    def _upload(self, checkpoint: CheckpointId, objects: Sequence[_Upload]) -> None:
+        for one in objects:
+            if one.name != METADATA_NAME:  # the coordinator writes that one, when all ranks have landed
+                key = f"{CHECKPOINTS}/{checkpoint.folder}/{one.name}"
+                self._store.upload_file(key, one.path, offset=one.offset, size_bytes=one.size_bytes)
 
     @contextlib.contextmanager
     def _copying_to_peers(self, flushed: Flushed) -> Iterator[None]:
@@ -275,6 +288,16 @@ class CheckpointVault:
             time.sleep(pause_s)
         else:
             self._hurry.wait(pause_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    """An object: `size_bytes` bytes of the file `path` from `offset` on."""
+
+    name: str
+    path: Path
+    offset: int
+    size_bytes: int
 
 
 def _remove_if_empty(folder: Path) -> None:

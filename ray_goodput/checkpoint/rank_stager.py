@@ -58,6 +58,8 @@ class RankStager:
         plan = self._planner.plan_for(tree)
         if self._stager is None:
             self._stager = Stager(plan, self._folder(plan), num_slots=self._num_slots)
+            # No rank takes its room before all of the node have looked how much there is for all of them.
+            self._ranks.all_true(True)
         elif self._stager.plan is not plan:
             self._join()
             self._stager.use(plan)

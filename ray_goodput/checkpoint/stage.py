@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,30 @@ from ray_goodput.checkpoint.state import StateTree
 from ray_goodput.core.commit import METADATA_NAME, CheckpointId, Extent, StagedSlice, rank_state_name
 from ray_goodput.errors import CheckpointError, StagingFullError
 from ray_goodput.gates import gate
+from ray_goodput.storage.disk import free_bytes
 
 logger = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 20  # reserved behind the image for objects, rank state and metadata; grows when they need more
+
+
+def choose_folder(
+    plan: SavePlan, folders: Sequence[Path], *, num_slots: int, ranks_of_node: int, first_of_node: bool
+) -> Path:
+    """The first of `folders` with room for the slots of all ranks of this node, else the last one. The first rank of a
+    node says in the log that it is not the first folder."""
+    need = (plan.image_bytes + TAIL_BYTES) * num_slots * ranks_of_node
+    chosen = next((folder for folder in folders if free_bytes(folder) >= need), folders[-1])
+    if chosen != folders[0] and first_of_node:
+        logger.warning(
+            "Staging slots need %.0f MiB on this node and %s has %.0f MiB free: they go to %s. Saves stall longer so; "
+            "give the container a larger /dev/shm.",
+            need / 2**20,
+            folders[0],
+            free_bytes(folders[0]) / 2**20,
+            chosen,
+        )
+    return chosen
 
 
 class PendingStage:

@@ -23,6 +23,8 @@ from ray_goodput.storage.retry import Fault, Retrier, RetryPolicy
 _log = logging.getLogger(__name__)
 _FIRST_BYTES = 4 * RANGE_BYTES  # up to here one request downloads an object
 _DELETE_BATCH = 1000
+# Of an upload: more bring nothing while ranks upload at once, and each part under way is held in memory.
+_PARTS_AT_ONCE = 4
 _DOWNLOAD_TRIES = 3
 _STAND_IN = "mtime-"
 
@@ -41,7 +43,7 @@ class CloudStore(BaseStore):
         options: Mapping[str, Any] | None = None,
         *,
         retry: RetryPolicy | None = None,
-        part_bytes: int = 16 * MIB,
+        part_bytes: int = 8 * MIB,
         max_concurrency: int = 8,
         request_timeout_s: float = 60.0,
         governor: RequestGovernor | None = None,
@@ -52,6 +54,7 @@ class CloudStore(BaseStore):
         self._options = S3Options.parse(options or {})
         self._part_bytes = part_bytes
         self._max_concurrency = max_concurrency
+        self._parts_at_once = min(max_concurrency, _PARTS_AT_ONCE)
         self._bucket_seen = False
 
         def client(attempts: int) -> Any:
@@ -235,7 +238,7 @@ class CloudStore(BaseStore):
     def _send(self, key: str, path: str, size: int, data: Any, **options: Any) -> None:
         """One upload, looked up afterwards. If a piece cannot be read or a part not sent, the client aborts it."""
         try:
-            result = self._client.put(path, data, max_concurrency=self._max_concurrency, **options)
+            result = self._client.put(path, data, max_concurrency=self._parts_at_once, **options)
         except FileNotFoundError as error:
             if not self._bucket_exists():
                 raise

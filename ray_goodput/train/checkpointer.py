@@ -28,6 +28,7 @@ from ray_goodput.checkpoint.plan import SavePlan
 from ray_goodput.checkpoint.rank_stager import RankStager
 from ray_goodput.checkpoint.rng import capture_rng
 from ray_goodput.checkpoint.sources import CheckpointSource, LocalFirstSource, StoreSource
+from ray_goodput.checkpoint.stage import choose_folder
 from ray_goodput.checkpoint.state import collect_state
 from ray_goodput.clock import SystemClock
 from ray_goodput.config import CheckpointConfig, StoreSpec, environment
@@ -35,13 +36,13 @@ from ray_goodput.core.cadence import CadenceState, SaveCadence
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice, StagedSlice
 from ray_goodput.errors import ConfigError, FencedError, GoodputError, SessionError
 from ray_goodput.storage import open_store
-from ray_goodput.storage.disk import free_bytes
 from ray_goodput.train.landing import Committer, LandingBoard
 from ray_goodput.train.world import ControlWord, Decisions, World
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_NUM_SLOTS = 2
 _COMMIT_WAIT_S = 60.0
 
 
@@ -268,7 +269,7 @@ class Checkpointer:
             self._vault.adopt(self._attempt)
         self._world.all_true(True)  # every node has finished what lay there
         self._on_rank_0(self._commit_leftovers)
-        self._stager = RankStager(self._world, self._choose_slots)
+        self._stager = RankStager(self._world, self._choose_slots, num_slots=_NUM_SLOTS)
         self._copies = DeferredCopies(self._hand_over)
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-upload")
         self._cadence = SaveCadence.parse(self._config.every, world=self._world.world_size)
@@ -358,11 +359,13 @@ class Checkpointer:
                 logger.error("The save of step %d failed; training goes on from the one before: %s", step, error)
 
     def _choose_slots(self, plan: SavePlan) -> Path:
-        need = plan.image_bytes * 2 * len(self._ranks_of_node)
-        folders = slots_dirs(self._local_dir, self._key, self._config.staging_dir)
-        chosen = next((folder for folder in folders if free_bytes(folder) > need), folders[-1])
-        if chosen != folders[0]:
-            logger.warning("%s has no room for %d bytes of staging slots: they go to %s.", folders[0], need, chosen)
+        chosen = choose_folder(
+            plan,
+            slots_dirs(self._local_dir, self._key, self._config.staging_dir),
+            num_slots=_NUM_SLOTS,
+            ranks_of_node=len(self._ranks_of_node),
+            first_of_node=self._ranks_of_node[0] == self._world.world_rank,
+        )
         return attempt_dir(chosen, self._attempt)
 
     def _release_threads(self) -> None:

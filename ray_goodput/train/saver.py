@@ -20,11 +20,11 @@ from ray_goodput.checkpoint.deferred import DeferredCopies
 from ray_goodput.checkpoint.plan import SavePlan
 from ray_goodput.checkpoint.rank_stager import RankStager
 from ray_goodput.checkpoint.rng import capture_rng
+from ray_goodput.checkpoint.stage import choose_folder
 from ray_goodput.checkpoint.state import collect_state
 from ray_goodput.core.cadence import CadenceState, SaveCadence
 from ray_goodput.core.commit import CheckpointId, StagedSlice
 from ray_goodput.errors import FencedError, StorageError
-from ray_goodput.storage.disk import free_bytes
 from ray_goodput.train.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
@@ -212,13 +212,14 @@ class Saver:
         return False
 
     def _choose_slots(self, plan: SavePlan) -> Path:
-        """The first of the possible folders with room for this node's slots, else the last one."""
-        local_ranks = ray.train.get_context().get_local_world_size()
-        need = plan.image_bytes * _NUM_SLOTS * local_ranks
-        folders = slots_dirs(self._worker.local_dir, self._spec.key, self._spec.checkpoint.staging_dir)
-        chosen = next((f for f in folders if free_bytes(f) > need), folders[-1])
-        if chosen != folders[0]:
-            logger.warning("%s has no room for %d bytes of staging slots: they go to %s.", folders[0], need, chosen)
+        context = ray.train.get_context()
+        chosen = choose_folder(
+            plan,
+            slots_dirs(self._worker.local_dir, self._spec.key, self._spec.checkpoint.staging_dir),
+            num_slots=_NUM_SLOTS,
+            ranks_of_node=context.get_local_world_size(),
+            first_of_node=context.get_local_rank() == 0,
+        )
         return attempt_dir(chosen, self._worker.attempt)
 
     def _wait_for_one(self) -> None:

@@ -23,8 +23,8 @@ from ray_goodput.core.commit import LandedSlice, StagedSlice
 from ray_goodput.storage import open_store
 
 _NICENESS = 10  # that of the vault's actor
-_PART_BYTES = 16 << 20  # that of our store, and its number of requests at once
-_REQUESTS = 8
+_PART_BYTES = 8 << 20  # that of our store, and its number of requests at once
+_REQUESTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
