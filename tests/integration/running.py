@@ -57,7 +57,12 @@ class Job:
         options = ["--storage-options", json.dumps(storage_options)] if storage_options else []
         command = [sys.executable, str(script), "--storage", storage or str(folder / "storage"), "--data", data]
         self._pids = Path(tempfile.mkdtemp(prefix="pids-", dir=folder))
-        command += ["--name", name, "--out", str(self._out), "--pids", str(self._pids), *options, *arguments]
+        command += ["--name", name, "--out", str(self._out), *options]
+        command += ["--pids", str(self._pids)] if script == SCRIPT else []
+        self._brake = self._pids / "brake"
+        self._brake.touch()
+        for argument in arguments:
+            command += [argument, str(self._brake)] if argument == "--brake" else [argument]
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "RAY_ADDRESS": address}
@@ -99,6 +104,10 @@ class Job:
             assert self.process.poll() is None, self.log[-6000:]
             assert time.monotonic() < deadline, f"{otherwise} within {timeout_s:.0f} s:\n{self.log[-6000:]}"
             time.sleep(0.1)
+
+    def release_brake(self) -> None:
+        """From now on the steps of a job with `--brake` take no time."""
+        self._brake.unlink()
 
     def kill(self) -> None:
         self.process.kill()

@@ -70,12 +70,17 @@ def train_loop(config: dict[str, Any]) -> str:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        time.sleep(config["step_s"])
+        time.sleep(config["step_s"] if not config["brake"] or Path(config["brake"]).exists() else 0.02)
         run.step({"loss": loss})
         if config["step_log"] and run.world_rank == 0:
             note_step(config["step_log"], run.step_index, run.attempt, run.world_size)
         if run.step_index == config["fail_at"]:
             raise RuntimeError(f"the model exploded at step {run.step_index}")
+        if run.step_index in config["fail_once_at"] and run.world_rank == 0:
+            failed = Path(config["pids"], f"failed-{run.step_index}")
+            if not failed.exists():
+                failed.touch()
+                raise RuntimeError("a cosmic ray")
     state = {name: whole(tensor).numpy().tobytes() for name, tensor in sorted(net.state_dict().items())}
     return hashlib.sha256(b"".join(state.values())).hexdigest()
 
@@ -153,6 +158,9 @@ def main() -> None:
     parser.add_argument("--max-failures", type=int, default=3)
     parser.add_argument("--storage-options", type=json.loads, default=None)
     parser.add_argument("--pids", default=None, help="folder for files ATTEMPT-RANK that hold the workers' pids")
+    parser.add_argument("--brake", default=None, help="file without which steps take no time")
+    parser.add_argument("--fail-once-at", type=int, nargs="*", default=[], help="steps that raise the first time")
+    parser.add_argument("--max-wait", type=float, default=1800.0, help="seconds for which workers are waited for")
     parser.add_argument("--mlflow", default=None, help="tracking URI")
     args = parser.parse_args()
 
@@ -173,6 +181,8 @@ def main() -> None:
             "fsdp2": args.fsdp2,
             "step_log": args.step_log,
             "pids": args.pids,
+            "brake": args.brake,
+            "fail_once_at": args.fail_once_at,
         },
         datasets={
             "train": rg.ShardedDataset(
@@ -185,7 +195,7 @@ def main() -> None:
         },
         checkpoint=rg.CheckpointConfig(every=args.every, when_full="wait"),
         watchdog=rg.WatchdogConfig(hang_after_s=args.hang_after, actor_silent_after_s=args.hang_after / 2),
-        failure=rg.FailureBudget(max_failures_without_progress=args.max_failures),
+        failure=rg.FailureBudget(max_failures_without_progress=args.max_failures, max_wait_for_workers_s=args.max_wait),
         mlflow=rg.MlflowConfig(tracking_uri=args.mlflow, experiment="small jobs") if args.mlflow else None,
         storage_options=args.storage_options,
         reproducible=args.reproducible,

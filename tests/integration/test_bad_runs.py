@@ -39,6 +39,19 @@ def test_a_crash_loop_ends_with_the_step_the_ranks_and_the_last_error(job: Start
     assert all(part in outcome["message"] for part in ("step 5", "exploded at step 7", "[0"))
 
 
+def test_errors_with_commits_in_between_never_end_a_run(job: StartJob) -> None:
+    """One failure without progress is allowed, and each of two comes after a commit of its own."""
+    done = job("cosmic-rays", "--fail-once-at", "8", "18", "--max-failures", "1").succeed()
+    assert [a["outcome"] for a in done.outcome["goodput"]["attempts"]] == ["worker", "worker", "finished"]
+    assert (done.audit().repeated, done.audit().skipped) == (0, 0)
+
+
+def test_workers_that_cannot_be_had_end_the_run_after_the_limit(job: StartJob) -> None:
+    outcome = failed(job("too-many", "--workers", "9", "--max-wait", "3")).outcome
+    assert outcome["error"] == "WorkersUnavailableError"
+    assert all(part in outcome["message"] for part in ("9 worker(s) are needed", "room for 3", "num_workers"))
+
+
 def test_a_job_submitted_to_a_cluster_ends_well_and_its_log_shows_the_goodput_table(
     job: StartJob, cluster, tmp_path
 ) -> None:

@@ -1,5 +1,9 @@
-"""A node of three is lost with all its processes and its disk; the run goes on with the two that are left."""
+"""Nodes that go, with notice and without: the run goes on with those that are left, and grows when one comes back."""
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -23,6 +27,45 @@ def cluster() -> Iterator[DemoCluster]:
         yield cluster
     finally:
         cluster.close()
+
+
+def test_notices_lose_no_step_and_a_node_that_comes_is_taken_in_after_a_save(
+    cluster: DemoCluster, job: Callable[..., Job]
+) -> None:
+    """A SIGTERM to a worker, the drain and end of rank 0's node, a new node: with a failure budget of 0, and no save
+    but those that are asked for."""
+    run = job(
+        *("noticed", "--workers", "2:3", "--step-s", "1.5", "--brake", "--resize-s", "2"),
+        *("--max-failures", "0", "--every", "1000"),
+    )
+    os.kill(run.pid(1, 2), signal.SIGTERM)
+    drained = run.pid(2, 0)
+    drain_node_of(drained, 30, cluster.address)
+    run.pid(3, 0)  # the run goes on while the node still lives
+    if psutil.pid_exists(drained):
+        cluster.kill_node_of(drained)
+    cluster.add_node()
+    run.pid(4, 2)
+    run.release_brake()
+    finished = run.succeed()
+    attempts = finished.outcome["goodput"]["attempts"]
+    assert [a["world"] for a in attempts] == [3, 3, 2, 3]
+    assert [a["outcome"] for a in attempts[:2]] == ["drain", "drain"] and attempts[3]["outcome"] == "finished"
+    resumed = [step for _, step, _ in finished.outcome["resumes"]]
+    assert resumed[1:3] == [attempts[0]["last_step"], attempts[1]["last_step"]], "a step was lost"
+    assert resumed[3] > resumed[2], "it grew without a save"
+    found = finished.audit()
+    assert (found.repeated, found.skipped) == (0, 0)
+    assert_books_balance(finished)
+
+
+def drain_node_of(pid: int, deadline_s: int, address: str) -> None:
+    """`ray drain-node`, as `cluster/drain_node.py` calls it, for the node that runs process `pid`."""
+    raylet = next(p for p in psutil.Process(pid).parents() if p.name() == "raylet")
+    [node] = [word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--node_id=")]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={address}", f"--node-id={node}"]
+    command += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=a test"]
+    subprocess.run([*command, f"--deadline-remaining-seconds={deadline_s}"], check=True, timeout=60)
 
 
 def test_after_the_loss_of_a_node_each_step_trains_on_the_same_samples_as_on_any_world(
