@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import psutil
@@ -103,14 +104,23 @@ class DemoCluster:
         _forget(node)
         return num_killed
 
-    def drop_ended(self) -> int:
-        """Forget the nodes that somebody else ended, and what is left of them; returns how many there were."""
-        ended = [node for node in self._nodes if not _lives(node)]
-        for node in ended:
+    def drop_ended(self, *, stopped: bool = False) -> int:
+        """Forget the nodes that somebody else ended, and what is left of them; returns how many there were.
+
+        stopped: also those whose raylet somebody stopped.
+        """
+        states = (_State.ENDED, _State.STOPPED) if stopped else (_State.ENDED,)
+        dropped = [node for node in self._nodes if _state(node) in states]
+        for node in dropped:
             self._nodes.remove(node)
             _kill_tree(node.process)
             _forget(node)
-        return len(ended)
+        return len(dropped)
+
+    @property
+    def num_running(self) -> int:
+        """Nodes that somebody else has neither ended nor stopped, the head among them."""
+        return sum(_state(node) is _State.RUNS for node in self._nodes)
 
     @property
     def local_dirs(self) -> list[Path]:
@@ -215,16 +225,25 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> int:
     return len(family)
 
 
-def _lives(node: _Node) -> bool:
-    """Whether `ray start` runs, and, once it has said that it started, a raylet below it."""
+class _State(Enum):
+    RUNS = "runs"
+    STOPPED = "stopped"
+    ENDED = "ended"
+
+
+def _state(node: _Node) -> _State:
+    """Of `ray start`, and, once it has said that it started, of the raylet below it."""
     if node.process.poll() is not None:
-        return False
+        return _State.ENDED
     try:
-        started = _STARTED in (node.local_dir / "start.log").read_text(errors="replace")
-        raylets = [p for p in psutil.Process(node.process.pid).children() if "raylet" in _name(p)]
-        return not started or any(p.status() != psutil.STATUS_ZOMBIE for p in raylets)
+        if _STARTED not in (node.local_dir / "start.log").read_text(errors="replace"):
+            return _State.RUNS
+        raylets = [p.status() for p in psutil.Process(node.process.pid).children() if "raylet" in _name(p)]
     except (OSError, psutil.NoSuchProcess):  # its disk is gone, or it is
-        return False
+        return _State.ENDED
+    if not raylets or psutil.STATUS_ZOMBIE in raylets:
+        return _State.ENDED
+    return _State.STOPPED if psutil.STATUS_STOPPED in raylets else _State.RUNS
 
 
 def _name(process: psutil.Process) -> str:

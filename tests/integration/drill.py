@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray_goodput.cli.demo_cluster import DemoCluster
@@ -21,7 +21,7 @@ from running import Job
 SPACING = 20
 EVERY = 5  # steps between saves
 STEPS_PER_EPOCH = 363 / 16
-_ENDS_THE_ATTEMPT = (Target.WORKER, Target.RAYLET, Target.DRIVER)
+_STOPPED_DRIVER_S = 10.0  # nobody but the one who stopped it can let it go on
 _POLL_S = 0.05
 
 
@@ -46,7 +46,7 @@ class Drill:
         elastic: bool = False,
         seed: int = 0,
         say: Callable[[str], None] = print,
-        patience_s: float = 120.0,
+        patience_s: float = 180.0,
     ) -> None:
         self._cluster = cluster
         self._nodes = nodes
@@ -54,6 +54,8 @@ class Drill:
         self._patience_s = patience_s
         self._say = say
         self._limit = SPACING
+        cluster.drop_ended(stopped=True)  # what a run before may have left
+        self._replace_nodes()
         self._leash(self._limit)
         self._step_log = cluster.local_dirs[0] / f"{name}-steps.jsonl"
         self._start = lambda: start_job(
@@ -74,12 +76,14 @@ class Drill:
         if fault.phase is Phase.GROWING:
             self._shrink()
         if fault.phase is Phase.STEP:
-            fault = Fault.parse(f"{fault}:step={self._limit + 2 * EVERY + 3}")
+            fault = replace(fault, step=self._limit + 2 * EVERY + 3)
+        if fault.target is Target.DRIVER and fault.kind is Kind.STOP:
+            fault = replace(fault, seconds=_STOPPED_DRIVER_S)
         if fault.target is Target.PREFETCH:
             self._forget_cached_data()
         strike = self._injector.inject(fault, timeout_s=self._patience_s, provoke=lambda: self._provoke(fault))
         self._let_out()  # a run that the fault did not end may be at the end of its leash by now
-        if fault.target is Target.DRIVER:
+        if fault.target is Target.DRIVER and fault.kind is Kind.KILL:
             self.job.process.wait(30)
             self.job = self._start()
         if fault.target is Target.RAYLET and not self._elastic and strike.world >= self._nodes:
@@ -119,7 +123,7 @@ class Drill:
 
     def _mend(self) -> None:
         """As many nodes as in the beginning, and an elastic run on all of them."""
-        self._cluster.drop_ended()
+        self._cluster.drop_ended(stopped=True)
         self._replace_nodes()
         if self._elastic:
             self._wait(lambda: self.steps()[-1]["world"] == self._nodes or self._let_out_if_held(), "the full size")
@@ -150,7 +154,7 @@ class Drill:
     def _replace_nodes(self) -> None:
         """There are as many nodes as in the beginning; for one that was killed just now, another one."""
         self._cluster.drop_ended()
-        while len(self._cluster.local_dirs) < self._nodes + 1:
+        while self._cluster.num_running < self._nodes + 1:
             self._cluster.add_node()
             self._leash(self._limit)
             self._cluster.wait_for_node()
@@ -162,7 +166,12 @@ class Drill:
                 path.unlink(missing_ok=True)
 
     def _new_step(self, strike: Strike) -> dict[str, Any] | None:
-        least = strike.attempt + (strike.fault.target in _ENDS_THE_ATTEMPT)
+        fault = strike.fault
+        ends = fault.target in (Target.WORKER, Target.RAYLET) or (fault.target, fault.kind) == (
+            Target.DRIVER,
+            Kind.KILL,
+        )
+        least = strike.attempt + ends
         return next((s for s in self.steps() if s["at_s"] > strike.at_s and s["attempt"] >= least), None)
 
     def _committed(self) -> int:

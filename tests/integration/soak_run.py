@@ -15,7 +15,7 @@ from drill import STEPS_PER_EPOCH
 from ray_goodput.cli.demo_cluster import DemoCluster
 from ray_goodput.errors import GoodputError
 from ray_goodput.gates import Action, Rule, rule_path
-from ray_goodput.testing import Fault, FaultInjector, LiveRun, Target, find_run, random_faults
+from ray_goodput.testing import Fault, FaultInjector, Kind, LiveRun, Target, find_run, random_faults
 from running import Job, assert_books_balance
 
 NODES = 3
@@ -89,18 +89,14 @@ class Soak:
             return
         self.struck.append(strike.to_dict())
         self._say(f"{len(self.struck)}. {strike.fault} at step {strike.step}, attempt {strike.attempt}")
-        if fault.target is Target.DRIVER:
+        if fault.target is Target.DRIVER and fault.kind is Kind.KILL:
             self.job.process.wait(30)
             self.job = self._start()
-        if fault.target is Target.RAYLET:
-            deadline = time.monotonic() + 30
-            while not self._cluster.drop_ended() and time.monotonic() < deadline:
-                time.sleep(0.1)
 
     def mend(self) -> None:
         """There are as many nodes as in the beginning, and a driver."""
-        self._cluster.drop_ended()
-        if len(self._cluster.local_dirs) < NODES + 1:
+        self._cluster.drop_ended(stopped=True)
+        if self._cluster.num_running < NODES + 1:
             self._cluster.add_node()
             self._throttle()
             self._cluster.wait_for_node()
