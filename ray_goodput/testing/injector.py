@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
 from ray_goodput.core.run_state import RunStatus, WorkerInfo
-from ray_goodput.errors import ConfigError, GoodputError, RunError
+from ray_goodput.errors import ConfigError, RunError
 from ray_goodput.gates import Action, Rule
-from ray_goodput.testing.agent import start_agent
+from ray_goodput.testing.agents import Agents, alive_nodes
 from ray_goodput.testing.faults import SLOW, Fault, Kind, Phase, Target
 from ray_goodput.testing.find import LiveRun
 
 _POLL_S = 0.1
-_AGENT_TIMEOUT_S = 30.0
-_WAIT_SLICE_S = 5.0
+_GRACE_S = 5.0
 _SIGNALS = {Kind.KILL: signal.SIGKILL, Kind.STOP: signal.SIGSTOP}
 
 
@@ -56,8 +51,7 @@ class FaultInjector:
         self._run = run
         self._chance = random.Random(seed)
         self._say = say
-        self._agents: dict[str, Any] = {}
-        self._rules = (f"drill-{os.getpid()}-{n}" for n in itertools.count())
+        self._agents = Agents()
 
     def inject(self, fault: Fault, *, timeout_s: float = 120.0, provoke: Callable[[], None] | None = None) -> Strike:
         """`fault` has struck when this returns; at most `timeout_s` is waited for its moment.
@@ -74,8 +68,8 @@ class FaultInjector:
         fault = self._with_rank(fault, status)
         self._say(f"step {status.step}: waiting for {fault}" if fault.needs_gates else f"step {status.step}: {fault}")
         if fault.needs_gates:
-            for node in self._nodes(status):
-                if not self._ask(node, "has_gates"):
+            for node in alive_nodes():
+                if not self._agents.ask(node, "has_gates"):
                     raise ConfigError(
                         f"{fault} needs gates, which node {node} has not: start the Ray nodes with "
                         "RAY_GOODPUT_DRILLS=1 in their environment, or leave out phase=."
@@ -112,14 +106,16 @@ class FaultInjector:
         node, pid, anywhere = self._victim(fault, worker, deadline)
         if fault.kind is Kind.NODE_LOSS:
             at_s = time.time()
-            self._lose(node)
+            self._agents.tell(node, "lose_node")
             pid = 0
         elif fault.target is Target.RAYLET:
             at_s = time.time()
-            self._signal_raylet(node, fault)
+            seconds = fault.seconds if fault.kind is Kind.STOP else None
+            # Without its raylet the agent may not get its answer out.
+            self._agents.tell(node, "signal_raylet", int(_SIGNALS[fault.kind]), resume_after_s=seconds, timeout_s=1.0)
         else:
             arguments = {"resume_after_s": fault.seconds if fault.kind is Kind.STOP else None, "anywhere": anywhere}
-            at_s = self._ask(node, "signal", pid, int(_SIGNALS[fault.kind]), **arguments)
+            at_s = self._agents.ask(node, "signal", pid, int(_SIGNALS[fault.kind]), **arguments)
         return _tell(fault, status, at_s=at_s, pid=pid, node_id=node)
 
     def _settled(self, fault: Fault, deadline: float) -> RunStatus:
@@ -140,7 +136,7 @@ class FaultInjector:
         if fault.target is Target.RAYLET:
             if run.coordinator().node_id == node:
                 raise ConfigError(f"{fault}: the driver and the coordinator are on that node, the run would end.")
-            return node, int(self._ask(node, "raylet_pid")), False
+            return node, int(self._agents.ask(node, "raylet_pid")), False
         if fault.target is Target.DRIVER:
             return run.coordinator().node_id, run.driver_pid(), True
         if fault.target is Target.PREFETCH:
@@ -154,27 +150,13 @@ class FaultInjector:
 
     def _prefetch(self, node: str, deadline: float) -> int:
         job_id = self._run.coordinator().job_id
-        while not (pids := self._ask(node, "prefetch_pids", job_id)):
+        while not (pids := self._agents.ask(node, "prefetch_pids", job_id)):
             if time.monotonic() > deadline:
                 raise RunError(
                     f"No prefetch actor of the run {self._run.name} is on node {node} now: all it needs is cached."
                 )
             time.sleep(_POLL_S)
         return self._chance.choice(pids)
-
-    def _lose(self, node: str) -> None:
-        with contextlib.suppress(RayError):  # the agent goes with its node
-            ray.get(self._agent(node).lose_node.remote(), timeout=_AGENT_TIMEOUT_S)
-        self._agents.pop(node, None)
-
-    def _signal_raylet(self, node: str, fault: Fault) -> None:
-        seconds = fault.seconds if fault.kind is Kind.STOP else None
-        call = self._agent(node).signal_raylet.remote(int(_SIGNALS[fault.kind]), resume_after_s=seconds)
-        with contextlib.suppress(RayError):  # without its raylet the agent may not get its answer out
-            ray.get(call, timeout=1.0)
-        self._agents.pop(node, None)
-
-    # gates
 
     @contextlib.contextmanager
     def _in_phase(
@@ -184,68 +166,32 @@ class FaultInjector:
         if fault.phase is None:
             yield
             return
-        rule = gate_of(fault, status, until_at_s=time.time() + deadline - time.monotonic() + _WAIT_SLICE_S)
-        name = next(self._rules)
-        nodes = self._set_rule(name, rule, self._nodes(status))
-        try:
+        with self._agents.rule(gate_of(fault, status, until_at_s=_at_s(deadline))) as rule:
             if provoke is not None:
                 provoke()
             if fault.phase is Phase.RESTORING:
                 self._provoke_restart(status)
-            self._wait_mark(name, rule, nodes, fault, deadline)
+            if not rule.wait_mark(deadline):
+                raise self._too_late(fault)
             yield
-        finally:
-            for node in nodes:
-                with contextlib.suppress(RayError, GoodputError):  # that node is gone; a rule ends by itself
-                    self._ask(node, "drop_rule", name)
-
-    def _wait_mark(self, name: str, rule: Rule, nodes: set[str], fault: Fault, deadline: float) -> None:
-        """A process came to the gate of the rule, on one of `nodes` or on one that has joined since."""
-        calls: dict[Any, str] = {}
-        while time.monotonic() < deadline:
-            nodes |= self._set_rule(name, rule, _alive_nodes() - nodes)
-            for node in nodes - set(calls.values()):
-                calls[self._agent(node).wait_mark.remote(name, _WAIT_SLICE_S)] = node
-            ready, _ = ray.wait(list(calls), timeout=1.0)
-            for call in ready:
-                node = calls.pop(call)
-                try:
-                    if ray.get(call) is not None:
-                        return
-                except RayError:
-                    nodes.discard(node)
-                    self._agents.pop(node, None)
-        raise RunError(f"The moment of {fault} did not come in time in the run {self._run.name}.")
-
-    def _set_rule(self, name: str, rule: Rule, nodes: set[str]) -> set[str]:
-        """The rule holds on those of `nodes` that are returned."""
-        done = set()
-        for node in nodes:
-            with contextlib.suppress(RayError, GoodputError):  # a node that is just going
-                self._ask(node, "set_rule", name, rule)
-                done.add(node)
-        return done
 
     def _provoke_restart(self, status: RunStatus) -> None:
         """What makes the run restore: its last worker is killed."""
         last = max(status.workers, key=lambda w: w.world_rank)
         self._say(f"step {status.step}: rank {last.world_rank} is killed, so that the run restores")
-        self._ask(last.node_id, "signal", last.pid, int(signal.SIGKILL))
+        self._agents.ask(last.node_id, "signal", last.pid, int(signal.SIGKILL))
 
     def _raise_in_loop(self, fault: Fault, status: RunStatus, deadline: float) -> Strike:
-        rule = replace(
-            gate_of(replace(fault, phase=Phase.STEP), status, until_at_s=time.time() + deadline - time.monotonic()),
-            action=Action.RAISE,
-        )
-        name = next(self._rules)
-        nodes = self._set_rule(name, rule, self._nodes(status))
-        self._wait_mark(name, rule, nodes, fault, deadline)
+        rule = gate_of(replace(fault, phase=Phase.STEP), status, until_at_s=_at_s(deadline))
+        with self._agents.rule(replace(rule, action=Action.RAISE)) as placed:
+            if not placed.wait_mark(deadline):
+                raise self._too_late(fault)
         at_s = time.time()
-        now = self._run.status() or status
         worker = next(w for w in status.workers if w.world_rank == fault.rank)
-        return _tell(fault, now, at_s=at_s, pid=worker.pid, node_id=worker.node_id)
+        return _tell(fault, self._run.status() or status, at_s=at_s, pid=worker.pid, node_id=worker.node_id)
 
     def _slow_down(self, fault: Fault, status: RunStatus) -> Strike:
+        """The rule is left where it is: it ends by itself."""
         worker = next(w for w in status.workers if w.world_rank == fault.rank)
         now = time.time()
         rule = Rule(
@@ -255,32 +201,16 @@ class FaultInjector:
             seconds=fault.delay_s,
             times=None,
         )
-        self._ask(worker.node_id, "set_rule", next(self._rules), rule)
+        self._agents.ask(worker.node_id, "set_rule", f"slow-{os.getpid()}-{time.time_ns()}", rule)
         return _tell(fault, status, at_s=now, pid=0, node_id=worker.node_id)
 
-    # agents
+    def _too_late(self, fault: Fault) -> RunError:
+        return RunError(f"The moment of {fault} did not come in time in the run {self._run.name}.")
 
-    def _nodes(self, status: RunStatus) -> set[str]:
-        return {w.node_id for w in status.workers} | _alive_nodes()
 
-    def _agent(self, node: str) -> Any:
-        if node not in self._agents:
-            self._agents[node] = start_agent(node)
-        return self._agents[node]
-
-    def _ask(self, node: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the agent of a node.
-
-        Raises:
-            RunError: the process or the node is not there any more.
-        """
-        try:
-            return ray.get(getattr(self._agent(node), method).remote(*args, **kwargs), timeout=_AGENT_TIMEOUT_S)
-        except ProcessLookupError as error:
-            raise RunError(f"What was to be struck on node {node} is gone already: {error}") from error
-        except (RayError, TimeoutError) as error:
-            self._agents.pop(node, None)
-            raise RunError(f"Node {node} cannot be reached ({type(error).__name__}).") from error
+def _at_s(deadline: float) -> float:
+    """A moment of the monotonic clock as one of the wall clock, and a little later."""
+    return time.time() + max(0.0, deadline - time.monotonic()) + _GRACE_S
 
 
 def gate_of(fault: Fault, status: RunStatus, *, until_at_s: float) -> Rule:
@@ -319,8 +249,3 @@ def _tell(fault: Fault, status: RunStatus, *, at_s: float, pid: int, node_id: st
 def _resumed(status: RunStatus) -> bool:
     """Whether the present attempt trains already."""
     return any(r.attempt == status.attempt for r in status.resumes)
-
-
-def _alive_nodes() -> set[str]:
-    nodes: list[Mapping[str, Any]] = ray.nodes()
-    return {str(node["NodeID"]) for node in nodes if node["Alive"]}
