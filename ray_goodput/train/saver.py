@@ -190,8 +190,9 @@ class Saver:
         """Whether the newest save is committed within `timeout_s`. Collective."""
         self.settle()
         deadline = self._clock.mono_s() + timeout_s
-        ray.wait([f.ref for f in self._in_flight], num_returns=len(self._in_flight), timeout=timeout_s)
-        self._collect_finished(keep_failed=True)
+        if self._in_flight:
+            ray.wait([f.ref for f in self._in_flight], num_returns=len(self._in_flight), timeout=timeout_s)
+            self._collect_finished(keep_failed=True)
         done = None
         if self._world.world_rank == 0:
             checkpoint, done = CheckpointId(self.last_step, self._worker.attempt), False

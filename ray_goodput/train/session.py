@@ -10,7 +10,7 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -354,15 +354,20 @@ class Session:
             )
         )
 
-    def _leave(self) -> NoReturn:
+    def _leave(self) -> None:
         """Some ranks are about to go: save now, wait until the save is committed or the time is up, end this attempt.
 
-        Collective. The run goes on in another attempt, without the nodes that are going.
+        Collective. The run goes on in another attempt, without the nodes that are going. Nothing happens if the notice
+        was taken back meanwhile.
+
+        Raises:
+            DrainedError: the attempt has ended.
         """
         worker = self._worker
         with self._recorder.span(Bucket.DRAIN):
             notice = merged(worker.world.gather(worker.orders.notice()))
-            assert notice is not None, "a rank posted that it has to leave"
+            if notice is None:
+                return
             worker.vault.hurry.remote()
             saved = self._save(must=True)
             committed = saved and self._saver.wait_committed(commit_wait_s(notice))
