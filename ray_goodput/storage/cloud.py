@@ -23,8 +23,10 @@ from ray_goodput.storage.retry import Fault, Retrier, RetryPolicy
 _log = logging.getLogger(__name__)
 _FIRST_BYTES = 4 * RANGE_BYTES  # up to here one request downloads an object
 _DELETE_BATCH = 1000
-# Of an upload: more bring nothing while ranks upload at once, and each part under way is held in memory.
-_PARTS_AT_ONCE = 4
+# Parts of an upload under way, each held in memory: few, since a node's ranks upload at once; more for what takes long.
+_PARTS_AT_ONCE, _PARTS_AT_ONCE_OF_LARGE = 4, 6
+_LARGE_BYTES = 1 << 30
+_PIECE_BYTES = MIB  # read at a time into the part that is being filled
 _DOWNLOAD_TRIES = 3
 _STAND_IN = "mtime-"
 
@@ -54,7 +56,6 @@ class CloudStore(BaseStore):
         self._options = S3Options.parse(options or {})
         self._part_bytes = part_bytes
         self._max_concurrency = max_concurrency
-        self._parts_at_once = min(max_concurrency, _PARTS_AT_ONCE)
         self._bucket_seen = False
 
         def client(attempts: int) -> Any:
@@ -156,7 +157,7 @@ class CloudStore(BaseStore):
                 self._send(key, target, size, data, use_multipart=False)
             else:
                 part_bytes = part_bytes_of(size, self._part_bytes)
-                pieces = file_pieces(path, offset, size, part_bytes)
+                pieces = file_pieces(path, offset, size, _PIECE_BYTES)
                 self._send(key, target, size, pieces, chunk_size=part_bytes)
 
         self._call("upload", key, upload)
@@ -238,7 +239,8 @@ class CloudStore(BaseStore):
     def _send(self, key: str, path: str, size: int, data: Any, **options: Any) -> None:
         """One upload, looked up afterwards. If a piece cannot be read or a part not sent, the client aborts it."""
         try:
-            result = self._client.put(path, data, max_concurrency=self._parts_at_once, **options)
+            at_once = _PARTS_AT_ONCE if size < _LARGE_BYTES else _PARTS_AT_ONCE_OF_LARGE
+            result = self._client.put(path, data, max_concurrency=min(at_once, self._max_concurrency), **options)
         except FileNotFoundError as error:
             if not self._bucket_exists():
                 raise

@@ -24,6 +24,7 @@ from ray_goodput.storage import open_store
 
 _NICENESS = 10  # that of the vault's actor
 _PART_BYTES = 8 << 20  # that of our store, and its number of requests at once
+_PIECE_BYTES = 1 << 20
 _REQUESTS = 4
 
 
@@ -85,7 +86,7 @@ def bare_main(spec: NodeSpec, inbox: Any, answers: list[Any]) -> None:
     def upload(task: tuple[int, str, int]) -> None:
         rank, path, step = task
         with open(path, "rb", buffering=0) as file:
-            pieces = iter(lambda: file.read(_PART_BYTES), b"")
+            pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
             key = f"{prefix}/{step}-{rank}"
             obstore.put(client, key, pieces, chunk_size=_PART_BYTES, max_concurrency=_REQUESTS)
         answers[rank].put(time.perf_counter())
