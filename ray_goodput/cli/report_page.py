@@ -85,6 +85,7 @@ def render_page(view: RunView) -> str:
         tables={
             "incidents": words.incident_table(view),
             "way_back": words.way_back_table(view),
+            "stragglers": words.straggler_table(view),
             "checkpoints": words.checkpoint_table(view),
             "levers": words.lever_table(view),
             "attempts": words.attempt_table(view),

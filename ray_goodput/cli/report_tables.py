@@ -85,6 +85,7 @@ def tables(view: RunView) -> list[TextTable]:
         waterfall_table(view),
         incident_table(view),
         way_back_table(view),
+        straggler_table(view),
         checkpoint_table(view),
         attempt_table(view),
         lever_table(view),
@@ -140,6 +141,21 @@ def way_back_table(view: RunView) -> TextTable:
         rows=tuple(rows),
         right=frozenset(range(8)),
         empty="There was no incident.",
+    )
+
+
+def straggler_table(view: RunView) -> TextTable:
+    """Ranks that the others wait for, of the newest attempt."""
+    rows = [
+        (str(s.world_rank), f"{s.own_s * 1e3:.1f} ms", f"{s.usual_s * 1e3:.1f} ms", f"{s.ratio:.2f} x")
+        for s in view.report.stragglers
+    ]
+    return TextTable(
+        title="Slow ranks",
+        header=("rank", "computes a step in", "the others in", "slower by"),
+        rows=tuple(rows),
+        right=frozenset(range(4)),
+        empty="None stands out, as far as the ranks' own times are known.",
     )
 
 

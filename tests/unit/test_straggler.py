@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from journal_pages import page, steps
-from ray_goodput.core.straggler import MIN_STEPS, Pace, find_stragglers
+from ray_goodput.cli.report_tables import straggler_table
+from ray_goodput.core.straggler import MIN_STEPS, Pace, Straggler, find_stragglers
 from ray_goodput.goodput.ledger import Ledger
 from ray_goodput.train.own_time import OwnTime
 
@@ -81,6 +84,14 @@ def test_the_report_names_the_slow_rank_of_the_newest_attempt_also_after_the_coo
     ledger.attempt_ended(1, 1020, "worker")
     ledger.attempt_started(2, 3, 1021)
     assert ledger.report().stragglers == ()
+
+
+def test_the_report_has_a_table_of_slow_ranks_and_says_so_when_there_are_none() -> None:
+    slow = Straggler(world_rank=2, own_s=0.075, usual_s=0.05)
+    view: Any = SimpleNamespace(report=SimpleNamespace(stragglers=(slow,)))
+    assert straggler_table(view).rows == (("2", "75.0 ms", "50.0 ms", "1.50 x"),)
+    view.report.stragglers = ()
+    assert straggler_table(view).rows == () and "None stands out" in straggler_table(view).empty
 
 
 def warm() -> OwnTime:
