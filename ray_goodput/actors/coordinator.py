@@ -24,7 +24,6 @@ from ray_goodput.actors.run_metrics import RunMetrics
 from ray_goodput.actors.save_times import SaveTimes
 from ray_goodput.clock import Clock
 from ray_goodput.config import WatchdogConfig
-from ray_goodput.core.budget import FailureKind
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
 from ray_goodput.core.run_state import HeartbeatAnswer, Resume, RunStatus, WorkerInfo
 from ray_goodput.core.tiers import peers_of
@@ -207,9 +206,6 @@ class RunCoordinator:
         with self._lock:
             attempt = self._attempt
             self._gave_up = None if retry else reason
-        hang = self.watch.hang(attempt)
-        if hang is not None:  # that a process was killed is only what came of it
-            kind, message, ranks = FailureKind.HANG.value, hang.reason, hang.culprits
         self.watch.end()
         self._ledger.attempt_ended(attempt, kind, ranks=ranks, reason=message)
 
@@ -315,7 +311,7 @@ class RunCoordinator:
     # for people and tools
 
     def status(self) -> RunStatus:
-        committed = self.committed_step()
+        committed, hang = self.committed_step(), self.watch.hang_now()
         with self._lock:
             return RunStatus(
                 run=self._run,
@@ -325,6 +321,7 @@ class RunCoordinator:
                 workers=self._workers,
                 resumes=tuple(self._resumes),
                 saves_skipped=self._skipped,
+                hang=hang,
             )
 
     def goodput(self) -> GoodputReport:

@@ -84,10 +84,10 @@ class ProgressWatch:
             self._hung_at.append(self._board.reached)
             return self._board.reached
 
-    def hang(self, attempt: int) -> HangVerdict | None:
-        """Why `attempt` hung, if it did."""
+    def hang_now(self) -> HangVerdict | None:
+        """Why the current attempt hung, if it did."""
         with self._lock:
-            return self._hang if attempt == self._board.attempt else None
+            return self._hang
 
     def stuck(self) -> tuple[int, ...]:
         """World ranks of the current attempt that must go and may still be there."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ray_goodput.core.hang import HangVerdict
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
@@ -48,7 +50,10 @@ class Resume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """`step`: newest optimizer step finished by rank 0, as of its last heartbeat. -1 means none yet."""
+    """`step`: newest optimizer step finished by rank 0, as of its last heartbeat. -1 means none yet.
+
+    hang: what the watchdog found in the current attempt.
+    """
 
     run: str
     attempt: int
@@ -57,3 +62,4 @@ class RunStatus:
     workers: tuple[WorkerInfo, ...]
     resumes: tuple[Resume, ...]
     saves_skipped: int = 0
+    hang: HangVerdict | None = None

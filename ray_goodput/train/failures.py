@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 
-from ray_goodput.core.budget import FailureEvent
+from ray_goodput.core.budget import FailureEvent, FailureKind
 from ray_goodput.core.commit import CheckpointId
+from ray_goodput.core.hang import HangVerdict
 from ray_goodput.train.ray_compat import TrainingFailedError, classify_failure, user_error_in
 
 _STEP = "ray_goodput_step"
@@ -16,6 +18,16 @@ def note_step(error: Exception, step: int) -> None:
     """`error`, raised by the train loop, says from now on which step was done last; also once Ray has carried it on."""
     with contextlib.suppress(AttributeError, TypeError):  # a class with slots of its own: then nobody knows the step
         setattr(error, _STEP, step)
+
+
+def because_of(hang: HangVerdict, event: FailureEvent, node_of_rank: Mapping[int, str]) -> FailureEvent:
+    """The failure of an attempt that hung, if it is that processes died: that is only what came of it."""
+    if event.kind not in (FailureKind.WORKER, FailureKind.STARTUP):
+        return event
+    nodes = tuple(dict.fromkeys(node_of_rank[rank] for rank in hang.culprits if rank in node_of_rank))
+    return replace(
+        event, kind=FailureKind.HANG, message=hang.reason, ranks=hang.culprits, nodes=nodes, step=None, error=""
+    )
 
 
 def failure_event(

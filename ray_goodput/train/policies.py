@@ -15,7 +15,8 @@ from ray_goodput.actors.names import NAMESPACE, coordinator_name
 from ray_goodput.config import FailureBudget
 from ray_goodput.core.budget import BudgetState, FailureEvent, RetryDecision, decide_retry
 from ray_goodput.core.commit import CheckpointId
-from ray_goodput.train.failures import failure_event
+from ray_goodput.core.hang import HangVerdict
+from ray_goodput.train.failures import because_of, failure_event
 from ray_goodput.train.ray_compat import (
     FailureDecision,
     FailurePolicy,
@@ -37,8 +38,10 @@ class ProgressFailurePolicy(FailurePolicy):
         self._state = BudgetState()
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
-        committed, node_of_rank = self._progress()
+        committed, node_of_rank, hang = self._progress()
         event = failure_event(training_failed_error, committed=committed, node_of_rank=node_of_rank)
+        if hang is not None:
+            event = because_of(hang, event, node_of_rank)
         decision = decide_retry(
             self._state,
             event,
@@ -50,17 +53,17 @@ class ProgressFailurePolicy(FailurePolicy):
         self._tell(decision, event)
         return FailureDecision.RETRY if decision.retry else FailureDecision.RAISE
 
-    def _progress(self) -> tuple[CheckpointId | None, dict[int, str]]:
-        """The commit made last, and the address of each rank's node; what was known before if the coordinator does not
-        answer (no progress assumed)."""
+    def _progress(self) -> tuple[CheckpointId | None, dict[int, str], HangVerdict | None]:
+        """The commit made last, the address of each rank's node, and whether the attempt hung; what was known before if
+        the coordinator does not answer (no progress assumed)."""
         try:
             coordinator = ray.get_actor(coordinator_name(self._run_key), namespace=NAMESPACE)
             asked = [coordinator.last_committed.remote(), coordinator.status.remote()]
             committed, status = ray.get(asked, timeout=_ASK_TIMEOUT_S)
-            return committed, {worker.world_rank: worker.node_ip for worker in status.workers}
+            return committed, {worker.world_rank: worker.node_ip for worker in status.workers}, status.hang
         except (ValueError, RayError, TimeoutError) as error:
             logger.warning("The run's coordinator did not say how far it is (%s).", error)
-            return self._state.committed, {}
+            return self._state.committed, {}, None
 
     def _tell(self, decision: RetryDecision, event: FailureEvent) -> None:
         try:

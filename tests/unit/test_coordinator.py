@@ -149,19 +149,18 @@ def test_a_coordinator_that_was_restarted_learns_the_living_processes_without_a_
     assert second.group_allocated(workers(2)) == 2
 
 
-def test_a_failure_that_follows_from_a_hang_is_booked_as_one_with_its_culprits(
-    tmp_path: Path, lives: ExitStack
-) -> None:
+def test_a_hang_is_told_with_the_runs_status_until_the_next_attempt_begins(tmp_path: Path, lives: ExitStack) -> None:
     one = coordinator(LocalStore(tmp_path), lives)
     one.open()
     one.group_allocated(workers(1))
-    one.watch.found(1, HangVerdict(culprits=(0,), reason="Hung: rank 0 is stopped"))
+    assert one.status().hang is None
+    verdict = HangVerdict(culprits=(0,), reason="Hung: rank 0 is stopped")
+    one.watch.found(1, verdict)
     one.hang_found(1)
-    assert one.stuck_ranks() == (0,)
-    one.failure_seen(kind="worker", message="The actor died", ranks=(0,), reason="Retrying", retry=True)
+    assert one.status().hang == verdict and one.stuck_ranks() == (0,)
+    one.failure_seen(kind="hang", message=verdict.reason, ranks=(0,), reason="Retrying", retry=True)
     [incident] = one.goodput().incidents
     assert (incident.kind, incident.reason, incident.ranks) == ("hang", "Hung: rank 0 is stopped", (0,))
     assert one.stuck_ranks() == (), "it is over"
     one.group_allocated(workers(2))
-    one.failure_seen(kind="worker", message="The actor died", ranks=(0,), reason="Retrying", retry=True)
-    assert [i.kind for i in one.goodput().incidents] == ["hang", "worker"]
+    assert one.status().hang is None

@@ -1,6 +1,7 @@
 """Which of many failures is the one: the rest are what a lost peer looks like from the ranks that are left."""
 
 import pickle
+from dataclasses import replace
 
 import cloudpickle
 import pytest
@@ -8,9 +9,10 @@ from ray.exceptions import ActorDiedError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from ray_goodput.core.budget import FailureKind
+from ray_goodput.core.budget import BudgetState, FailureEvent, FailureKind, decide_retry
+from ray_goodput.core.hang import HangVerdict
 from ray_goodput.errors import DrainedError, RunError, ShardReadError, StructureMismatchError
-from ray_goodput.train.failures import failure_event, note_step
+from ray_goodput.train.failures import because_of, failure_event, note_step
 from ray_goodput.train.ray_compat import classify_failure
 
 PEER_GONE = RuntimeError("[pair.cc:537] Read error [127.0.0.1]:33189: Connection reset by peer. GLHF!")
@@ -77,3 +79,14 @@ def test_an_error_of_the_train_loop_carries_its_step_through_ray_and_names_the_n
 @pytest.mark.parametrize("error", [ActorDiedError(), ConnectionError("no route"), ShardReadError("away"), PEER_GONE])
 def test_what_comes_and_goes_is_no_error_that_repeats(error: Exception) -> None:
     assert event({0: error}).error == ""
+
+
+def test_of_an_attempt_that_hung_the_hang_is_the_cause_and_counts_like_any_failure() -> None:
+    died = FailureEvent(kind=FailureKind.WORKER, committed=None, message="The actor died", ranks=(0, 1), error="x")
+    hang = HangVerdict(culprits=(1,), reason="Hung: rank 1 (process 7 on 10.0.0.2) is stopped (SIGSTOP)")
+    event = because_of(hang, died, {0: "10.0.0.1", 1: "10.0.0.2"})
+    assert (event.kind, event.ranks, event.nodes, event.error) == (FailureKind.HANG, (1,), ("10.0.0.2",), "")
+    drained = replace(died, kind=FailureKind.DRAIN)
+    assert because_of(hang, drained, {}) == drained
+    decision = decide_retry(BudgetState(), event, max_failures_without_progress=0)
+    assert not decision.retry and "Crash loop: 1 failures" in decision.reason and hang.reason in decision.reason

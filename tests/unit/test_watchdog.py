@@ -104,7 +104,7 @@ def test_a_stopped_rank_is_killed_and_the_stacks_of_all_are_kept(tmp_path: Path)
     verdict = run.dog.check()
     assert verdict is not None and verdict.culprits == (1,)
     assert run.killed == [1] and run.found == [1]
-    assert run.watch.hang(1) == verdict and run.watch.stuck() == (1,)
+    assert run.watch.hang_now() == verdict and run.watch.stuck() == (1,)
     folder = "stacks/attempt-0001-step-0000000030"
     texts = kept(run, 3)
     assert texts[f"{folder}/rank-00000.txt"] == "rank 0, state S"
