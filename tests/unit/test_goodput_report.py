@@ -47,6 +47,7 @@ def test_the_json_has_stable_keys_and_is_plain(report: GoodputReport) -> None:
         "finished",
         "attempts",
         "incidents",
+        "stragglers",
     } == set(body)
     assert set(body["buckets_s"]) == {b.label for b in Bucket}
     assert body["incidents"][0]["ranks"] == [1] and body["incidents"][0]["steps_lost"] == 4
