@@ -21,6 +21,7 @@ from running import Job, assert_books_balance
 NODES = 3
 STEP_S = 0.05
 PATIENCE_S = 180.0
+LAST_STEPS_S = 900.0
 NAME = "soak"
 
 
@@ -47,7 +48,7 @@ class Soak:
             self._folder,
             NAME,
             *("--workers", f"1:{NODES}", "--resize-s", "5", "--step-s", "0", "--every", "20"),
-            *("--max-failures", "1000", "--epochs", str(self._epochs)),
+            *("--max-failures", "1000", "--epochs", str(self._epochs), "--hang-after", "600"),
             address=self._cluster.address,
             data=str(self._folder / "data"),
         )
@@ -137,7 +138,8 @@ def soak(cluster: DemoCluster, folder: Path, args: argparse.Namespace, say: Call
     Raises:
         AssertionError: something was lost, or is left.
     """
-    epochs = int(args.faults * args.mtbf * 1.2 / STEP_S / STEPS_PER_EPOCH) + 2
+    # Half of the time goes into restarts; a run that gets to its end before the faults do waits there.
+    epochs = int(args.faults * args.mtbf * 0.5 / STEP_S / STEPS_PER_EPOCH) + 2
     found = Soak(cluster, folder, epochs, seed=args.seed, say=say)
     found.wait_training(NODES)
     before = leaks.Snapshot.take(cluster.local_dirs, found.run)
@@ -157,7 +159,8 @@ def soak(cluster: DemoCluster, folder: Path, args: argparse.Namespace, say: Call
     leaks.assert_no_more_files_open(before, grown)
     say(f"step {status.step} in attempt {status.attempt}: let go")
     found.release()
-    finished = found.job.succeed()
+    finished = found.job.wait(LAST_STEPS_S)
+    assert finished.code == 0, finished.log[-6000:]
     samples = finished.audit()
     assert (samples.repeated, samples.skipped) == (0, 0), f"{samples.repeated} repeated, {samples.skipped} skipped"
     assert samples.samples == epochs * 363, (samples.samples, epochs * 363)
