@@ -54,9 +54,10 @@ class RankLook:
 
 def look_at_ranks(journals: Path, attempt: int, ranks: Sequence[tuple[int, int]]) -> list[RankLook]:
     """What the processes of `ranks` (world rank, pid) do now; takes at most some seconds. Never raises."""
+    stacks = _stacks({rank: (pid, stacks_path(journals, attempt, rank)) for rank, pid in ranks})
+    # After the stacks, which take a moment: if all of this node was paused, its ranks have given a sign of life by now.
     states = {rank: process_state(pid) for rank, pid in ranks}
     journal = {rank: _journal_of(journal_path(journals, attempt, rank)) for rank, _ in ranks}
-    stacks = _stacks({rank: (pid, stacks_path(journals, attempt, rank)) for rank, pid in ranks})
     return [
         RankLook(
             world_rank=rank,

@@ -23,6 +23,7 @@ from ray_goodput.core.silence import Silence, answered, decide_kill, started
 logger = logging.getLogger(__name__)
 
 _EVERY_S = 2.0
+_PAUSED_S = 4 * _EVERY_S
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class ActorWatch:
         self._watched: dict[str, _Watched] = {}
         self._workers: dict[int, Any] = {}
         self._told: tuple[int, ...] = ()
+        self._checked_mono_s = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="goodput-actor-watch", daemon=True)
 
@@ -75,6 +77,11 @@ class ActorWatch:
         """One round: collect answers, send pings, kill who has been silent for too long."""
         with self._lock:
             watched = dict(self._watched)
+        now_s, before_s = time.monotonic(), self._checked_mono_s
+        self._checked_mono_s = now_s
+        if now_s - before_s > _PAUSED_S:  # this process stood still itself: answers may be lying here unread
+            for one in watched.values():
+                one.silence = answered(now_s)
         for name, one in watched.items():
             self._check(name, one)
         self._end_stuck_ranks()

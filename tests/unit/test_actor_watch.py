@@ -141,3 +141,15 @@ def test_none_switches_pings_off_and_stuck_ranks_are_ended_all_the_same(monkeypa
     world.watch.workers({})
     world.pass_s(20)
     assert workers[1].kills == [True]
+
+
+def test_a_watch_that_stood_still_itself_takes_nobody_for_silent(world: World) -> None:
+    actor = Actor()
+    world.watch.watch("vault", actor, "node")
+    world.pass_s(10)
+    actor.answers = False  # the answer is on its way, but not read yet
+    world.now_s += 500
+    world.watch.check()
+    actor.answers = True
+    world.pass_s(100)
+    assert actor.kills == []

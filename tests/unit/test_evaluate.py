@@ -51,6 +51,10 @@ class Spans:
     def __init__(self) -> None:
         self.open: list[Bucket] = []
         self.seen: list[Bucket] = []
+        self.base: list[Bucket] = []
+
+    def switch(self, bucket: Bucket) -> None:
+        self.base.append(bucket)
 
     @contextmanager
     def span(self, bucket: Bucket):
@@ -134,3 +138,17 @@ def test_an_unknown_dataset_is_named_at_once(monkeypatch: pytest.MonkeyPatch) ->
     run, _ = make_session(monkeypatch, 0, 1)
     with pytest.raises(ConfigError, match=r"no dataset 'test'; GoodputTrainer\(datasets=\) has \['val'\]"):
         run.evaluate_batches("test")
+
+
+def test_between_the_batches_of_two_epochs_no_step_is_owed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = make_session(monkeypatch, 0, 1)
+    run._restored = object()
+    recorder = run._recorder
+    batches = run.batches("val")
+    next(batches)
+    assert recorder.base == [Bucket.STEP]
+    list(batches)
+    assert recorder.base == [Bucket.STEP, Bucket.OTHER]
+    for _ in run.batches("val", epochs=2):
+        break
+    assert recorder.base == [Bucket.STEP, Bucket.OTHER] * 2
