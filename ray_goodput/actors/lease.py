@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
-
 from ray_goodput.clock import Clock
 from ray_goodput.core.lease import LEASE_NAME, Holder, LeaseRecord, Take, decide_take
 from ray_goodput.errors import FencedError, ObjectNotFoundError, RunInUseError, StorageError
@@ -31,15 +29,15 @@ _RENEWALS_PER_TTL = 4
 
 def this_process(id: str, *, cluster: str, key: str) -> Holder:
     """This process as a holder."""
-    me = psutil.Process()
+    pid = os.getpid()
     return Holder(
         id=id,
         cluster=cluster,
         key=key,
         host=socket.gethostname(),
         machine=_machine(),
-        pid=me.pid,
-        pid_started=me.create_time(),
+        pid=pid,
+        pid_started=_started_ticks(pid) or 0,
     )
 
 
@@ -47,12 +45,17 @@ def is_gone(holder: Holder) -> bool:
     """Whether the process is certain not to exist; False if it ran where this process cannot look."""
     if not holder.machine or holder.machine != _machine():
         return False
+    return _started_ticks(holder.pid) != holder.pid_started
+
+
+def _started_ticks(pid: int) -> int | None:
+    """When the process began, in the kernel's ticks since boot, which no change of the clock touches; None if there is
+    none, or nothing but its zombie."""
     try:
-        return psutil.Process(holder.pid).create_time() != holder.pid_started
-    except psutil.NoSuchProcess:
-        return True
-    except psutil.Error:
-        return False
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _machine() -> str:

@@ -22,7 +22,7 @@ class Holder:
     """A process that may hold a lease, as well as another one can tell whether it still lives.
 
     cluster: "" if it is not known. key: by which its actors are named on its cluster. machine: boot and process
-    namespace, within which (pid, pid_started) is one process for ever.
+    namespace, within which (pid, pid_started) is one process for ever; pid_started in the kernel's ticks since boot.
     """
 
     id: str
@@ -31,7 +31,7 @@ class Holder:
     host: str
     machine: str
     pid: int
-    pid_started: float
+    pid_started: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ TTL_S = 60.0
 
 def holder(name: str, **known: Any) -> Holder:
     values = {"cluster": f"cluster of {name}", "key": "run-1", "host": f"host-of-{name}", "machine": name, "pid": 1}
-    return Holder(id=name, **{**values, "pid_started": 0.0, **known})
+    return Holder(id=name, **{**values, "pid_started": 0, **known})
 
 
 class Driver:
@@ -243,7 +243,7 @@ def test_a_coordinator_whose_run_was_taken_commits_and_writes_nothing_and_tells_
 def test_a_process_of_this_machine_is_known_to_live_or_to_be_gone() -> None:
     me = this_process("a", cluster="c", key="k")
     assert not is_gone(me)
-    assert is_gone(replace(me, pid_started=me.pid_started - 1000.0)), "its number was given out again"
+    assert is_gone(replace(me, pid_started=me.pid_started - 1)), "its number was given out again"
     assert not is_gone(replace(me, machine="another", pid=1)), "of another machine nothing is known"
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait(30)

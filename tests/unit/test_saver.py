@@ -45,7 +45,5 @@ def test_a_storage_that_never_came_back_is_one_sentence_at_the_end(monkeypatch: 
         saver.finish()
     message = str(raised.value)
     assert "\n" not in message
-    assert all(
-        part in message for part in ("step 70", "not committed", "is older", "go on from there")
-    )
+    assert all(part in message for part in ("step 70", "not committed", "is older", "go on from there"))
     assert set(reminded) == {70}, "a coordinator that was restarted would not know of it"
