@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ray_goodput.cli.plan_text import duration, lever_value
 from ray_goodput.cli.plan_text import next_step as planned_step
 from ray_goodput.core.buckets import Bucket
-from ray_goodput.goodput.report import AttemptReport, Incident
+from ray_goodput.goodput.report import DRIVER, RESIZED, AttemptReport, Incident
 from ray_goodput.goodput.run_view import RunView
 
 MEANING = {
@@ -124,9 +124,8 @@ def incident_table(view: RunView) -> TextTable:
     for i in view.report.incidents:
         row = (str(i.attempt), i.kind, _ranks(i), _back(i), str(i.steps_lost), duration(i.down_s), hours(i.gpu_s))
         rows.append((*row, *([] if price is None else [money(i.gpu_s / 3600 * price)]), _short(i.reason)))
-    return TextTable(
-        title="Incidents", header=header, rows=tuple(rows), right=frozenset({0, 4, 5, 6}), empty="There were none."
-    )
+    right = frozenset({0, 4, 5, 6} if price is None else {0, 4, 5, 6, 7})
+    return TextTable(title="Incidents", header=header, rows=tuple(rows), right=right, empty="There were none.")
 
 
 def way_back_table(view: RunView) -> TextTable:
@@ -160,11 +159,11 @@ def straggler_table(view: RunView) -> TextTable:
 
 
 def checkpoint_table(view: RunView) -> TextTable:
-    c, r = view.checkpoints, view.report
+    c, r, source = view.checkpoints, view.report, view.measures.sources.get("latency_s", "")
     rows = [
         ("saves that became durable", str(c.saves)),
         ("training stood still for each", _known(c.stall_s)),
-        ("durable later by (to some seconds)", _known(c.latency_s)),
+        (f"durable later by{' (to some seconds)' if 'some seconds' in source else ''}", _known(c.latency_s)),
         ("work between saves", _known(c.interval_s)),
         ("newest", "none" if c.newest_step is None else f"step {c.newest_step}"),
         ("its age at the end" if r.finished else "its age", _known(c.newest_age_s)),
@@ -230,13 +229,19 @@ def _short(reason: str, most: int = 160) -> str:
 
 
 def _ranks(incident: Incident, most: int = 8) -> str:
-    return shortened(incident.ranks, most) if incident.ranks else "not known"
+    return shortened(incident.ranks, most) or _nobody(incident)
 
 
 def _nodes(incident: Incident, most: int = 4) -> str:
     """Ray's ids of nodes are long: their beginning tells them apart."""
     names = [name[:8] for name in incident.nodes]
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "not known"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more if names else _nobody(incident)
+
+
+def _nobody(incident: Incident) -> str:
+    """Where no rank is named: a change of size loses none, and a driver's death takes all."""
+    return {RESIZED: "none", DRIVER: "all"}.get(incident.kind, "not known")
 
 
 def shortened(numbers: Sequence[int], most: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.goodput.plan import WORTH_SAYING
+from ray_goodput.goodput.report import DRIVER
 from ray_goodput.goodput.run_view import RunView
 
 Level = Literal["ok", "note", "problem"]
@@ -40,7 +41,19 @@ def diagnose_run(view: RunView, *, now_s: float) -> list[Finding]:
     """All checks on one run, worst first. now_s: wall clock, to tell a run that goes on from one that died."""
     if not view.report.attempts:
         return [Finding(check="ledger", level="note", found="The run has not begun: no attempt is in its ledger.")]
-    checks = (_driver, _given_up, _newest_commit, _interval, _stall, _data, _report_each_step, _hang, _idle, _unknown)
+    checks = (
+        _driver,
+        _drivers_before,
+        _given_up,
+        _newest_commit,
+        _interval,
+        _stall,
+        _data,
+        _report_each_step,
+        _hang,
+        _idle,
+        _unknown,
+    )
     found = [finding for check in checks if (finding := check(view, now_s)) is not None]
     return worst_first(found)
 
@@ -63,6 +76,22 @@ def _driver(view: RunView, now_s: float) -> Finding:
         costs=f"{view.report.target_world} ranks stand still, or nobody takes up the run.",
         mend="Start the same script with the same RunConfig(name=...): it goes on from the newest commit. Submit it "
         "with `ray job submit` on a node that stays, with RAY_JOB_STOP_WAIT_TIME_S=60 so that a stop can finish.",
+    )
+
+
+def _drivers_before(view: RunView, now_s: float) -> Finding | None:
+    died = [incident for incident in view.report.incidents if incident.kind == DRIVER]
+    if not died:
+        return None
+    what = "A driver of this run" if len(died) == 1 else f"{len(died)} drivers of this run"
+    return Finding(
+        check="drivers before",
+        level="note",
+        found=f"{what} died without a word: SIGTERM was not handled in time, or it was killed, or its node was lost.",
+        costs=f"{_hours(sum(incident.gpu_s for incident in died))} accelerator-hours, not counting the time until "
+        "somebody started the next one.",
+        mend="RAY_JOB_STOP_WAIT_TIME_S=60 in the environment of the head node, and 60 s of grace wherever else the job "
+        "is stopped (terminationGracePeriodSeconds): the driver then saves the last step. Enough memory on its node.",
     )
 
 

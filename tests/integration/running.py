@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from books import assert_law
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import CheckpointId
+from ray_goodput.goodput.ledger import Ledger
+from ray_goodput.goodput.report import GoodputReport
+from ray_goodput.goodput.run_files import LEDGER_FOLDER, RunReader
 from ray_goodput.storage import open_store
 from ray_goodput.storage.protocol import ObjectStore
 from ray_goodput.train.sample_log import SampleAudit, audit
@@ -37,7 +41,8 @@ class Finished:
 
 
 class Job:
-    """One driver process of the small job, or of another `script` that takes these options."""
+    """One driver process of the small job, or of another `script` that takes these options. However it ends, its books
+    must balance (law G1)."""
 
     def __init__(
         self,
@@ -76,7 +81,9 @@ class Job:
             self.kill()
             raise AssertionError(f"{self.name} did not end within {timeout_s:.0f} s:\n{self.log[-6000:]}") from None
         outcome = json.loads(self._out.read_text()) if self._out.exists() else {}
-        return Finished(code, outcome, self.log, open_store(self.spec))
+        finished = Finished(code, outcome, self.log, open_store(self.spec))
+        assert_books_balance(finished)
+        return finished
 
     def succeed(self) -> Finished:
         finished = self.wait()
@@ -126,8 +133,13 @@ def assert_nothing_lost(finished: Finished, steps: Mapping[int, tuple[int, ...]]
 
 
 def assert_books_balance(finished: Finished) -> None:
-    """Law G1: the buckets sum to target world x wall, within 0.1 % plus the printed uncertainty."""
-    goodput = finished.outcome["goodput"]
-    total = goodput["target_world"] * goodput["wall_s"]
-    difference = abs(sum(goodput["buckets_s"].values()) - total)
-    assert difference <= 0.001 * total + goodput["uncertainty_s"], goodput
+    """Law G1, of what the driver was given and of the ledger that anybody can read afterwards."""
+    if goodput := finished.outcome.get("goodput"):
+        assert_law(goodput)
+    if any(finished.store.list(LEDGER_FOLDER)):
+        assert_law(ledger_report(finished.store).to_dict())
+
+
+def ledger_report(store: ObjectStore) -> GoodputReport:
+    """The report of the ledger in a run's storage, as of its last event."""
+    return Ledger.from_lines(RunReader(store).read().lines).report()

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from ray_goodput.cli.demo_cluster import DemoCluster
-from running import Finished, Job, assert_books_balance
+from running import Finished, Job
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -85,7 +85,8 @@ def test_after_the_loss_of_a_node_each_step_trains_on_the_same_samples_as_on_any
     found, expected = lost.audit(), whole.audit()
     assert (found.repeated, found.skipped) == (0, 0)
     assert found.steps == expected.steps
-    assert_books_balance(lost)
+    incidents = lost.outcome["goodput"]["incidents"]
+    assert incidents and all(incident["ranks"] and incident["nodes"] for incident in incidents)
 
 
 def _worker_away_from_rank_0(cluster: DemoCluster) -> int:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from ray_goodput.cli.demo_cluster import DemoCluster
 from ray_goodput.goodput.ledger import Ledger
 from ray_goodput.goodput.metrics import METRICS
 from ray_goodput.goodput.run_files import RunReader
+from ray_goodput.storage import open_store
 from running import Finished, Job
 from servers import free_port
 
@@ -99,6 +101,11 @@ class Prometheus:
                 return told
             time.sleep(0.5)
 
+    def last(self, name: str) -> float:
+        """The last value that it saw of one of our metrics."""
+        [series] = self.ask("query", query=f"last_over_time(ray_goodput_{name}[10m])")["result"]
+        return float(series["value"][1])
+
     def close(self) -> None:
         self._process.kill()
         self._process.wait(10)
@@ -121,7 +128,10 @@ def seen(cluster: DemoCluster, job: Callable[..., Job], tmp_path_factory: pytest
                 time.sleep(1.0)
                 found = scrape(cluster)
             told = prometheus.settled() if prometheus is not None else None
-            yield Seen(running.succeed(), mlflow, found, told)
+            finished = running.succeed()
+            if prometheus is not None and told is not None:
+                told["last"] = {name: prometheus.last(name) for name in ("overall_ratio", "wall_seconds")}
+            yield Seen(finished, mlflow, found, told)
         finally:
             if prometheus is not None:
                 prometheus.close()
@@ -163,13 +173,24 @@ def test_a_real_prometheus_scrapes_the_run_and_loads_the_rules(seen: Seen) -> No
     assert {rule["health"] for rule in group["rules"]} == {"ok"}
 
 
+def test_prometheus_says_what_the_result_says_but_for_the_time_after_its_last_look(seen: Seen) -> None:
+    if seen.prometheus is None:
+        pytest.skip("Prometheus is not installed (Debian: prometheus)")
+    result, last = seen.finished.outcome["goodput"], seen.prometheus["last"]
+    after_s = result["wall_s"] - last["wall_seconds"]
+    assert 0 <= after_s < 25, "the coordinator tells every five seconds, the node's agent within ten more"
+    # In that time the share can have changed by no more than the time is of the whole.
+    room = after_s / result["wall_s"] + result["uncertainty_s"] / (result["target_world"] * result["wall_s"])
+    assert last["overall_ratio"] == pytest.approx(result["overall"], abs=room + 1e-6)
+
+
 def test_result_report_and_mlflow_say_the_same(seen: Seen) -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient(seen.mlflow.uri)
     experiment = client.get_experiment_by_name("small jobs")
     assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
+    (run,) = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{NAME}'")
     result = seen.finished.outcome["goodput"]
     ledger = Ledger.from_lines(RunReader(seen.finished.store).read().lines).report()
     shown = CliRunner().invoke(app, ["report", seen.finished.store.uri, "--json"])
@@ -200,3 +221,56 @@ def test_the_doctor_looks_at_every_node_of_the_cluster_and_at_the_run(cluster: D
         "the node's own folder"
     )
     assert checks["driver"]["level"] == "ok" and checks["storage"]["level"] == "ok"
+
+
+def test_after_three_restarts_there_is_one_mlflow_run_that_never_steps_back_and_has_the_right_status(
+    job: Callable[..., Job], seen: Seen
+) -> None:
+    """A worker killed, the driver stopped by SIGTERM, the driver killed: what each driver leaves behind in MLflow."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(seen.mlflow.uri)
+    arguments = ("--mlflow", seen.mlflow.uri, "--epochs", "3", "--step-s", "0.2")
+
+    def the_run() -> Any:
+        experiment = client.get_experiment_by_name("small jobs")
+        assert experiment is not None
+        (run,) = client.search_runs([experiment.experiment_id], "attributes.run_name = 'restarts'")
+        return run
+
+    first = job("restarts", *arguments, "--kill", "4")
+    _wait_for_commit_of(first, attempt=2)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.wait().code == 128 + signal.SIGTERM
+    assert the_run().info.status == "KILLED"
+
+    second = job("restarts", *arguments)
+    _wait_for_commit_of(second, attempt=3)
+    second.kill()
+    assert the_run().info.status == "RUNNING", "nobody is left who could say that it ended"
+
+    third = job("restarts", *arguments).succeed()
+    run = the_run()
+    assert run.info.status == "FINISHED" and run.info.end_time is not None
+    goodput = third.outcome["goodput"]
+    assert [a["attempt"] for a in goodput["attempts"]] == [1, 2, 3, 4]
+    assert [i["kind"] for i in goodput["incidents"]] == ["worker", "driver"]
+    for name in run.data.metrics:
+        if name.startswith("goodput/") or name == "fetch_seconds":
+            points = sorted(client.get_metric_history(run.info.run_id, name), key=lambda m: m.timestamp)
+            steps = [m.step for m in points]
+            assert steps == sorted(steps), name
+    assert run.data.metrics["fetch_seconds"] == pytest.approx(goodput["buckets_s"]["data_wait"] / 2)
+    attempts = {m.value for m in client.get_metric_history(run.info.run_id, "train/attempt")}
+    assert attempts == {1.0, 2.0, 3.0, 4.0}
+
+
+def _wait_for_commit_of(running: Job, *, attempt: int, timeout_s: float = 120.0) -> None:
+    """The ledger in storage knows a commit of this attempt, or of a later one."""
+    store, deadline = open_store(running.spec), time.monotonic() + timeout_s
+    told = b""
+    while not any(json.loads(line)["attempt"] >= attempt for line in told.splitlines() if b'"commit"' in line):
+        assert running.process.poll() is None, running.log[-6000:]
+        assert time.monotonic() < deadline, f"no commit of attempt {attempt}:\n{running.log[-6000:]}"
+        time.sleep(0.2)
+        told = b"".join(store.get(info.key) for info in store.list("ledger"))

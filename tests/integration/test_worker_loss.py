@@ -5,15 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from ray_goodput.cli.app import app
 from ray_goodput.config import StoreSpec
 from ray_goodput.storage import open_store
-from running import Finished, Job, assert_books_balance, assert_nothing_lost
+from running import Finished, Job, assert_nothing_lost
 from servers import JuiceFSGateway
 
 pytestmark = pytest.mark.timeout(400)
 
 StartJob = Callable[..., Job]
+HEARTBEAT_S = 1.0
 
 
 def test_undisturbed_every_sample_is_trained_on_once_an_epoch(undisturbed: Finished) -> None:
@@ -21,7 +24,6 @@ def test_undisturbed_every_sample_is_trained_on_once_an_epoch(undisturbed: Finis
     assert (found.repeated, found.skipped) == (0, 0)
     assert found.samples == 2 * 363
     assert undisturbed.outcome["metrics"]["loss"] > 0
-    assert_books_balance(undisturbed)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -34,7 +36,13 @@ def test_a_worker_killed_at_a_random_moment_changes_neither_samples_nor_weights(
     assert killed.outcome["resumes"][1][1] > 0
     assert killed.outcome["weights"] == undisturbed.outcome["weights"]
     assert_nothing_lost(killed, undisturbed.audit().steps)
-    assert_books_balance(killed)
+    goodput = killed.outcome["goodput"]
+    # Of the killed rank and of the one that Ray then ended, at most one heartbeat is unknown, and that is printed.
+    assert 0 < goodput["uncertainty_s"] <= 2 * HEARTBEAT_S
+    [incident] = goodput["incidents"]
+    assert incident["kind"] == "worker" and incident["ranks"] and incident["nodes"]
+    shown = CliRunner().invoke(app, ["report", killed.store.uri]).stdout
+    assert "are uncertain" in shown
 
 
 @pytest.mark.parametrize("target", ["_VaultProcess", "_CoordinatorProcess", "_ShardCacheProcess"])
@@ -47,7 +55,6 @@ def test_an_actor_killed_at_a_random_moment_is_rebuilt_while_training_goes_on(
     assert killed.outcome["goodput"]["durable_step"] == undisturbed.outcome["goodput"]["durable_step"]
     assert killed.outcome["weights"] == undisturbed.outcome["weights"]
     assert_nothing_lost(killed, undisturbed.audit().steps)
-    assert_books_balance(killed)
 
 
 def test_three_ranks_resume_bit_identically_when_reproducible(job: StartJob, undisturbed: Finished) -> None:
@@ -84,7 +91,8 @@ def test_a_new_driver_goes_on_from_the_newest_commit_of_one_that_was_killed(
     assert second.outcome["resumes"][0][0] > 1, "the attempt number must be new: the old driver's writers are fenced"
     assert second.outcome["weights"] == undisturbed.outcome["weights"]
     assert_nothing_lost(second, undisturbed.audit().steps)
-    assert_books_balance(second)
+    [incident] = second.outcome["goodput"]["incidents"]
+    assert incident["kind"] == "driver"
 
 
 def test_a_driver_that_gets_sigterm_saves_the_last_step_and_ends_with_143(job: StartJob, undisturbed: Finished) -> None:

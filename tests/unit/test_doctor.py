@@ -78,6 +78,16 @@ def dead_driver() -> Ledger:
     return ledger
 
 
+def taken_up() -> Ledger:
+    ledger = dead_driver()
+    ledger.run_started(500)
+    end = train(ledger, 2, steps(51, 100, 1.0), 510)
+    ledger.resumed(2, 50)
+    ledger.attempt_ended(2, end, "finished")
+    ledger.run_ended(end)
+    return ledger
+
+
 def old_commit() -> Ledger:
     ledger = Ledger(2)
     ledger.run_started(0)
@@ -178,6 +188,7 @@ def half_empty() -> Ledger:
     ("make", "check", "level"),
     [
         (dead_driver, "driver", "problem"),
+        (taken_up, "drivers before", "note"),
         (old_commit, "newest commit", "problem"),
         (data_bound, "data", "problem"),
         (too_rare, "save interval", "problem"),
