@@ -122,10 +122,12 @@ class Timeline:
             )
 
     def _told(self, low: int, high: int) -> list[list[int]]:
-        cells: list[list[int]] = []
-        for row in self._cells[low:high]:
-            ms = np.rint(row[:NUM_BUCKETS] * 1e3).astype(int)
-            cells.append([int(row[NUM_BUCKETS]), *(int(x) for b in np.flatnonzero(ms) for x in (b, ms[b]))])
+        rows = self._cells[low:high]
+        ms = np.rint(rows[:, :NUM_BUCKETS] * 1e3).astype(int)
+        cells = [[done] for done in rows[:, NUM_BUCKETS].astype(int).tolist()]
+        at, buckets = np.nonzero(ms)
+        for i, bucket, value in zip(at.tolist(), buckets.tolist(), ms[at, buckets].tolist(), strict=True):
+            cells[i] += (bucket, value)
         return cells
 
     def _touch(self, low: int, high: int) -> None:

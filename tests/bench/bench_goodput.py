@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from results_file import Budget, parser, report, spread
@@ -81,15 +82,32 @@ def report_s() -> list[float]:
     return times
 
 
+def whole_s(page: JournalPage) -> list[float]:
+    """Seconds for the ledger of many ranks to seal a whole segment, which it does once in a hundred segments."""
+    ledger = Ledger(RANKS)
+    ledger.run_started(0.0)
+    ledger.attempt_started(1, RANKS, 1.0)
+    for world_rank in range(RANKS):
+        ledger.rank_hello(1, world_rank, 2.0)
+        ledger.page(replace(page, header=replace(page.header, world_rank=world_rank)), 62.0)
+    times = []
+    for i in range(ROUNDS):
+        started = time.perf_counter()
+        ledger.seal_whole(70.0 + i)
+        times.append(time.perf_counter() - started)
+    return times
+
+
 def main() -> None:
     arguments = parser("goodput").parse_args()
     with tempfile.TemporaryDirectory() as folder:
         recorder = spread(recorder_s(Path(folder)))
-        page = spread(page_s(one_page(Path(folder))))
+        told = one_page(Path(folder))
     arms = {
         "recorder, training thread": {"step_s": recorder},
-        "ledger, page of 60 steps": {"page_s": page},
+        "ledger, page of 60 steps": {"page_s": spread(page_s(told))},
         f"report of {RANKS} ranks": {"report_s": spread(report_s())},
+        f"whole segment of {RANKS} ranks": {"whole_s": spread(whole_s(told))},
     }
     budgets = [
         Budget(name="recorder: share of a 10 ms step", limit=0.001, value=recorder["median"] / STEP_S),
