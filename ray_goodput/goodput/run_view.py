@@ -103,6 +103,8 @@ class RunView:
                 "interval_s": plan.chosen.interval_s,
                 "best_interval_s": plan.best.interval_s,
                 "best_goodput": plan.best.exact,
+                "sure_interval_gain": plan.interval_gain,
+                "lever": plan.lever.name if plan.lever else None,
                 "levers": [asdict(lever) for lever in plan.levers],
             }
         return body
