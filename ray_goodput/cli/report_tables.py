@@ -199,7 +199,7 @@ def lever_table(view: RunView) -> TextTable:
         header=("", "now → halved", "points"),
         rows=tuple(rows),
         right=frozenset({1, 2}),
-        empty=next_step(view),
+        empty="There is no advice yet.",
     )
 
 

@@ -113,30 +113,37 @@ class Prometheus:
 
 
 @pytest.fixture(scope="module")
-def seen(cluster: DemoCluster, job: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    with MlflowServer(tmp_path_factory.mktemp("mlflow")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def seen(
+    cluster: DemoCluster, job: Callable[..., Job], mlflow: MlflowServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("views")
     prometheus = Prometheus(folder, cluster) if shutil.which("prometheus") else None
-    with MlflowServer(folder) as mlflow:
-        try:
-            running = job(NAME, "--kill", "3", "--mlflow", mlflow.uri, "--epochs", "3", "--step-s", "0.2")
-            deadline = time.monotonic() + 200
-            found: dict[str, list[tuple[dict[str, str], float]]] = {}
-            # Until the second attempt is shown: then the incident is in the figures, too.
-            while not any(value >= 2 for _, value in found.get("ray_goodput_attempt", [])):
-                assert running.process.poll() is None, running.log[-6000:]
-                assert time.monotonic() < deadline, f"no metrics of the second attempt: {sorted(found)}"
-                time.sleep(1.0)
-                with contextlib.suppress(OSError):  # a node's agent may be listed before it listens
-                    found = scrape(cluster)
-            told = prometheus.settled() if prometheus is not None else None
-            finished = running.succeed()
-            if prometheus is not None and told is not None:
-                told["last"] = {name: prometheus.last(name) for name in ("overall_ratio", "wall_seconds")}
-            yield Seen(finished, mlflow, found, told)
-        finally:
-            if prometheus is not None:
-                prometheus.close()
+    try:
+        running = job(NAME, "--kill", "3", "--mlflow", mlflow.uri, "--epochs", "3", "--step-s", "0.2")
+        deadline = time.monotonic() + 200
+        found: dict[str, list[tuple[dict[str, str], float]]] = {}
+        # Until the second attempt is shown: then the incident is in the figures, too.
+        while not any(value >= 2 for _, value in found.get("ray_goodput_attempt", [])):
+            assert running.process.poll() is None, running.log[-6000:]
+            assert time.monotonic() < deadline, f"no metrics of the second attempt: {sorted(found)}"
+            time.sleep(1.0)
+            with contextlib.suppress(OSError):  # a node's agent may be listed before it listens
+                found = scrape(cluster)
+        told = prometheus.settled() if prometheus is not None else None
+        finished = running.succeed()
+        if prometheus is not None and told is not None:
+            told["last"] = {name: prometheus.last(name) for name in ("overall_ratio", "wall_seconds")}
+        yield Seen(finished, mlflow, found, told)
+    finally:
+        if prometheus is not None:
+            prometheus.close()
 
 
 def one(seen: Seen, name: str) -> float:
@@ -226,13 +233,13 @@ def test_the_doctor_looks_at_every_node_of_the_cluster_and_at_the_run(cluster: D
 
 
 def test_after_three_restarts_there_is_one_mlflow_run_that_never_steps_back_and_has_the_right_status(
-    job: Callable[..., Job], seen: Seen
+    job: Callable[..., Job], mlflow: MlflowServer
 ) -> None:
     """A worker killed, the driver stopped by SIGTERM, the driver killed: what each driver leaves behind in MLflow."""
     from mlflow import MlflowClient
 
-    client = MlflowClient(seen.mlflow.uri)
-    arguments = ("--mlflow", seen.mlflow.uri, "--epochs", "3", "--step-s", "0.2")
+    client = MlflowClient(mlflow.uri)
+    arguments = ("--mlflow", mlflow.uri, "--epochs", "3", "--step-s", "0.15")
 
     def the_run() -> Any:
         experiment = client.get_experiment_by_name("small jobs")
