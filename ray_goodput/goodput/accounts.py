@@ -17,7 +17,7 @@ from ray_goodput.goodput.books import NUM_BUCKETS, AttemptBook, RankBook, Sessio
 from ray_goodput.goodput.incidents import Interrupted, counted_s, incidents_of, load_s
 from ray_goodput.goodput.report import DRIVER, AttemptReport, GoodputReport
 
-CLEAN_OUTCOMES = frozenset({"finished", "stopped", "resized"})
+CLEAN_OUTCOMES = frozenset({"finished", "stopped", "resized", "drain"})
 """Outcomes after which a rank's remaining time is shutdown; after any other it is detect."""
 
 
