@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +16,7 @@ from ray_goodput.core.order import MAX_SEED, SampleOrder
 from ray_goodput.core.placement import AnyOrder
 from ray_goodput.data.feed import FetchSpec
 from ray_goodput.data.formats import GroupingFormat, ShardFormat, format_by_extension, get_format, identity_of
+from ray_goodput.data.inspection import InspectAll
 from ray_goodput.data.local_loader import make_loader, open_loader
 from ray_goodput.data.manifest import Manifest, build_manifest
 from ray_goodput.data.patterns import compile_glob, split_glob
@@ -195,14 +197,24 @@ class ShardedDataset:
                 "fewer workers."
             )
 
-    def manifest(self, *, max_workers: int = 16) -> Manifest:
-        """List the files and count their rows. Raises EmptyDatasetError, ShardReadError, StorageError, ConfigError."""
+    def manifest(self, *, max_workers: int = 16, inspect: InspectAll | None = None) -> Manifest:
+        """List the files and count their rows.
+
+        inspect: reads many files' rows elsewhere: `actors.manifest_job.inspect_in_cluster`, as `GoodputTrainer` does.
+
+        Raises: EmptyDatasetError, ShardReadError, StorageError, ConfigError.
+        """
         from ray_goodput.data.governors import governor_for
         from ray_goodput.storage import open_store
 
         store = open_store(self.store_spec, governor_for(self.store_spec, hedge_after_s=self.hedge_after_s))
         manifest = build_manifest(
-            store, self.pattern, self.shard_format(), max_workers=max_workers, uri=self.manifest_uri
+            store,
+            self.pattern,
+            self.shard_format(),
+            max_workers=max_workers,
+            uri=self.manifest_uri,
+            inspect=None if inspect is None else partial(inspect, self.store_spec),
         )
         self.check_columns(manifest)
         return manifest

@@ -19,7 +19,8 @@ from ray_goodput.config import StoreSpec, environment
 from ray_goodput.core.order import MAX_SEED, TAG_FILES, TAG_TRANSFORM, Int64Array, permutation, philox
 from ray_goodput.data.cache import NodeCache
 from ray_goodput.data.governors import governor_for
-from ray_goodput.data.manifest import Manifest, list_matching
+from ray_goodput.data.listing import list_matching
+from ray_goodput.data.manifest import Manifest
 from ray_goodput.data.patterns import split_glob
 from ray_goodput.data.shard_fetcher import ShardFetcher
 from ray_goodput.errors import ConfigError, DatasetMismatchError
@@ -281,10 +282,10 @@ def _list_files(store: ObjectStore, pattern: str, uri: str) -> Manifest:
     return Manifest(
         uri,
         _WholeFile().name,
-        keys=[info.key for info in infos],
+        keys=infos.keys,
         rows=np.ones(len(infos), dtype=np.int64),
-        sizes=[info.size_bytes for info in infos],
-        etags=[info.etag for info in infos],
+        sizes=infos.sizes,
+        etags=infos.etags,
     )
 
 

@@ -6,10 +6,8 @@ the URI, the format and the data's columns in the schema's metadata), then 16 by
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +15,10 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from ray_goodput.data.formats import GroupingFormat, GuessingFormat, ShardFacts, ShardFormat, identity_of
-from ray_goodput.data.patterns import compile_glob
-from ray_goodput.errors import DataError, EmptyDatasetError, ShardReadError
+from ray_goodput.data.formats import GroupingFormat, ShardFormat, identity_of
+from ray_goodput.data.inspection import Inspected, common_schema, inspect_here
+from ray_goodput.data.listing import Listing, list_matching
+from ray_goodput.errors import DataError, EmptyDatasetError
 from ray_goodput.storage.protocol import ObjectInfo, ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -104,19 +103,22 @@ class Manifest:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
-        body = _MAGIC + sink.getvalue().to_pybytes()
-        return body + xxhash.xxh3_128_digest(body)
+        stream = memoryview(sink.getvalue())
+        checksum = xxhash.xxh3_128(_MAGIC)
+        checksum.update(stream)
+        return b"".join([_MAGIC, stream, checksum.digest()])
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Manifest:
+    def from_bytes(cls, data: bytes | memoryview) -> Manifest:
         """Inverse of `to_bytes`. Raises DataError if a byte is missing or different, or the version is unknown."""
-        body, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
-        if not body.startswith(_MAGIC) or xxhash.xxh3_128_digest(body) != checksum:
+        view = memoryview(data)  # the columns stay where they are: slices of bytes would be copies
+        body, checksum = view[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+        if body[: len(_MAGIC)] != _MAGIC or xxhash.xxh3_128_digest(body) != checksum:
             raise DataError(
                 f"The stored data manifest ({len(data)} bytes) is damaged or of another version of ray_goodput. "
                 "Restore the file, or start a new run name."
             )
-        table = pa.ipc.open_stream(body[len(_MAGIC) :]).read_all().combine_chunks()
+        table = pa.ipc.open_stream(pa.py_buffer(body[len(_MAGIC) :])).read_all().combine_chunks()
         metadata = table.schema.metadata or {}
         version = int(metadata[b"version"])
         if version != MANIFEST_VERSION:
@@ -141,9 +143,12 @@ class Manifest:
         state.update(self.rows.astype("<i8").tobytes())
         state.update(self.sizes.astype("<i8").tobytes())
         for column in (self._keys, self._etags):
-            texts = [None if text is None else text.encode() for text in column.to_pylist()]
-            state.update(np.array([-1 if t is None else len(t) for t in texts], dtype="<i8").tobytes())
-            state.update(b"".join(t or b"" for t in texts))
+            _, offsets, texts = column.buffers()  # of large strings, as they lie in memory: no million Python strings
+            ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
+            lengths = np.where(column.is_null().to_numpy(zero_copy_only=False), -1, np.diff(ends))
+            state.update(lengths.astype("<i8").tobytes())
+            if texts is not None:
+                state.update(memoryview(texts)[int(ends[0]) : int(ends[-1])])
         return state.hexdigest()
 
     def __repr__(self) -> str:
@@ -151,13 +156,20 @@ class Manifest:
 
 
 def build_manifest(
-    store: ObjectStore, pattern: str, fmt: ShardFormat, *, max_workers: int = 16, uri: str | None = None
+    store: ObjectStore,
+    pattern: str,
+    fmt: ShardFormat,
+    *,
+    max_workers: int = 16,
+    uri: str | None = None,
+    inspect: Callable[[Listing, ShardFormat], Inspected | None] | None = None,
 ) -> Manifest:
     """The manifest of the objects of `store` that match `pattern`, by key.
 
     One listing, then what the format has to read of each object (parquet: its end; raw files: nothing; text: all).
 
     uri: what the manifest calls itself; default: the store's root and the pattern.
+    inspect: reads the objects instead of `max_workers` threads of this process, if it takes them.
 
     Raises:
         EmptyDatasetError: nothing there, nothing matches, or no rows.
@@ -168,111 +180,39 @@ def build_manifest(
     matching, num_seen = list_matching(store, pattern, uri)
     if isinstance(fmt, GroupingFormat):
         return _grouped(uri, fmt, matching)
-    facts = _inspect_all(store, matching, fmt, max_workers)
-    rows = [fact.rows for fact in facts]
-    if not any(rows):
+    inspected = None if inspect is None else inspect(matching, fmt)
+    if inspected is None:
+        inspected = inspect_here(store, matching, fmt, max_workers)
+    if not inspected.rows.any():
         raise EmptyDatasetError(
             f"The {len(matching)} of {num_seen} objects that match {uri} have no rows: there is nothing to train on."
         )
     manifest = Manifest(
         uri,
         identity_of(fmt),
-        keys=[info.key for info in matching],
-        rows=rows,
-        sizes=[info.size_bytes for info in matching],
-        etags=[info.etag for info in matching],
-        schema=_common_schema(store, matching, facts, fmt),
+        keys=matching.keys,
+        rows=inspected.rows,
+        sizes=matching.sizes,
+        etags=matching.etags,
+        schema=common_schema(store, matching, inspected, fmt),
     )
     logger.info("%s: %d data shards, %d rows", uri, manifest.num_shards, manifest.num_samples)
     return manifest
 
 
-def list_matching(store: ObjectStore, pattern: str, uri: str) -> tuple[list[ObjectInfo], int]:
-    """The objects of `store` that match `pattern`, by key, and how many there are altogether.
-
-    Raises:
-        EmptyDatasetError: none matches; `uri` is what the message calls the dataset.
-    """
-    matcher = compile_glob(pattern)
-    num_seen, matching = 0, list[ObjectInfo]()
-    for info in store.list():
-        num_seen += 1
-        if matcher.fullmatch(info.key):
-            matching.append(info)
-    if not matching:
-        found = f"There are {num_seen} objects under {store.uri} and none matches {pattern!r}"
-        raise EmptyDatasetError(
-            f"{found if num_seen else f'There is nothing at {store.uri}'}: correct the dataset's URI {uri}."
-        )
-    matching.sort(key=lambda info: info.key)
-    return matching, num_seen
-
-
 def _grouped(uri: str, fmt: ShardFormat, infos: Sequence[ObjectInfo]) -> Manifest:
     assert isinstance(fmt, GroupingFormat)
-    groups = fmt.groups(infos)
-    manifest = Manifest(
-        uri,
-        identity_of(fmt),
-        keys=[group.to_key() for group in groups],
-        rows=[len(group.files) for group in groups],
-        sizes=[group.size_bytes for group in groups],
-        etags=[None] * len(groups),  # of each file, in the key
-        schema=fmt.schema_of(groups),
-    )
+    schema: pa.Schema | None = None
+    keys, rows, sizes = list[str](), list[int](), list[int]()
+    for group in fmt.groups(infos):
+        schema = fmt.schema_of([group]) if schema is None else schema
+        keys.append(group.to_key())
+        rows.append(len(group.files))
+        sizes.append(group.size_bytes)
+    etags = [None] * len(keys)  # of each file, in the key
+    manifest = Manifest(uri, identity_of(fmt), keys=keys, rows=rows, sizes=sizes, etags=etags, schema=schema)
     logger.info("%s: %d files in %d data shards", uri, manifest.num_samples, manifest.num_shards)
     return manifest
-
-
-def _inspect_all(
-    store: ObjectStore, infos: Sequence[ObjectInfo], fmt: ShardFormat, max_workers: int
-) -> list[ShardFacts]:
-    pool = ThreadPoolExecutor(max_workers, thread_name_prefix="ray-goodput-manifest")
-    try:
-        # By turns, so that the first bad object ends it without a hundred thousand requests already queued.
-        facts: list[ShardFacts] = []
-        for turn in _turns(infos, 16 * max_workers):
-            facts += pool.map(lambda info: fmt.inspect(store, info), turn)
-        return facts
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _turns(infos: Sequence[ObjectInfo], size: int) -> Iterable[Sequence[ObjectInfo]]:
-    for start in range(0, len(infos), size):
-        yield infos[start : start + size]
-
-
-def _common_schema(
-    store: ObjectStore, infos: Sequence[ObjectInfo], facts: Sequence[ShardFacts], fmt: ShardFormat
-) -> pa.Schema:
-    """The columns all objects with rows have; order, nullability and metadata may differ. Guessed types are merged."""
-    with_rows = [(info, fact) for info, fact in zip(infos, facts, strict=True) if fact.rows]
-    first_info, first = with_rows[0]
-    schema = first.schema.remove_metadata()
-    expected = {field.name: field.type for field in schema}
-    for info, fact in itertools.islice(with_rows, 1, None):
-        columns = {field.name: field.type for field in fact.schema}
-        if columns != expected:
-            if isinstance(fmt, GuessingFormat):
-                try:
-                    schema = fmt.merge(schema, fact.schema.remove_metadata())
-                    expected = {field.name: field.type for field in schema}
-                    continue
-                except (pa.ArrowException, ValueError):
-                    logger.debug("%s cannot be read with the columns of the files before it", info.key)
-            names = sorted(n for n in {*columns, *expected} if columns.get(n) != expected.get(n))
-            differ = ", ".join(f"{n} ({_type(expected, n)} / {_type(columns, n)})" for n in names)
-            root = store.uri.rstrip("/")
-            raise ShardReadError(
-                f"{root}/{first_info.key} and {root}/{info.key} have different columns: {differ}. Write them alike, or "
-                "give a pattern that matches only one kind."
-            )
-    return schema
-
-
-def _type(columns: dict[str, pa.DataType], name: str) -> str:
-    return str(columns[name]) if name in columns else "absent"
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:

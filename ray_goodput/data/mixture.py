@@ -15,6 +15,7 @@ from ray_goodput.core.mixture import BLOCK, MixtureOrder, block_counts
 from ray_goodput.core.order import MAX_SEED
 from ray_goodput.core.placement import AnyOrder
 from ray_goodput.data.dataset import ShardedDataset
+from ray_goodput.data.inspection import InspectAll
 from ray_goodput.data.local_loader import make_loader, open_loader
 from ray_goodput.data.mixture_feed import MixtureFetchSpec
 from ray_goodput.data.mixture_manifest import AnyManifest, MixtureManifest, mixture_title
@@ -115,10 +116,13 @@ class Mixture:
         """Raises ConfigError if `dp_world` data-parallel ranks cannot share a batch."""
         next(iter(self.datasets.values())).check_world(dp_world)
 
-    def manifest(self, *, max_workers: int = 16) -> MixtureManifest:
+    def manifest(self, *, max_workers: int = 16, inspect: InspectAll | None = None) -> MixtureManifest:
         """List the files of all datasets and count their rows. Raises what `ShardedDataset.manifest` raises."""
         return MixtureManifest(
-            {name: dataset.manifest(max_workers=max_workers) for name, dataset in self.datasets.items()}
+            {
+                name: dataset.manifest(max_workers=max_workers, inspect=inspect)
+                for name, dataset in self.datasets.items()
+            }
         )
 
     def order(self, manifest: AnyManifest) -> MixtureOrder:

@@ -79,8 +79,9 @@ class MixtureManifest:
                 f"The stored data manifest ({len(data)} bytes) is damaged or of another version of ray_goodput. "
                 "Restore the file, or start a new run name."
             )
-        line, _, rest = body[len(_MAGIC) :].partition(b"\n")
-        head = json.loads(line)
+        head_end = body.index(b"\n")
+        head = json.loads(body[len(_MAGIC) : head_end])
+        rest = memoryview(body)[head_end + 1 :]
         if head["version"] != MIXTURE_MANIFEST_VERSION:
             raise DataError(
                 f"The stored manifest of a mixture has version {head['version']}, this ray_goodput reads version "

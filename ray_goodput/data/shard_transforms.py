@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import tempfile
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast
@@ -124,7 +124,7 @@ class TransformedGroupFormat(TransformedFormat):
 
     __slots__ = ()
 
-    def groups(self, infos: Sequence[ObjectInfo]) -> list[FileGroup]:
+    def groups(self, infos: Sequence[ObjectInfo]) -> Iterable[FileGroup]:
         return self.inner.groups(infos)
 
     def schema_of(self, groups: Sequence[FileGroup]) -> pa.Schema:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -65,12 +65,12 @@ class GuessingFormat(Protocol):
 class GroupingFormat(Protocol):
     """Files too small to be a data shard each: one data shard is a group of them."""
 
-    def groups(self, infos: Sequence[ObjectInfo]) -> list[FileGroup]:
-        """Every object in exactly one group; the same objects always give the same groups."""
+    def groups(self, infos: Sequence[ObjectInfo]) -> Iterable[FileGroup]:
+        """Every object in exactly one group; the same objects, by key, always give the same groups."""
         ...
 
     def schema_of(self, groups: Sequence[FileGroup]) -> pa.Schema:
-        """Columns of `read_group`."""
+        """Columns of `read_group`, judged by the first group alone."""
         ...
 
     def read_group(self, group: FileGroup, paths: Sequence[Path]) -> pa.Table:

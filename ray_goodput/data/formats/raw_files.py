@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import xxhash
+from numpy.typing import NDArray
 
 from ray_goodput.data.formats.base import ShardFacts, damaged, title_of
 from ray_goodput.data.groups import FileGroup, GroupedFile
+from ray_goodput.data.listing import Listing
 from ray_goodput.errors import ConfigError
 from ray_goodput.storage.protocol import ObjectInfo, ObjectStore
 
@@ -69,21 +73,21 @@ class RawFilesFormat:
     def read_table(self, path: Path) -> pa.Table:
         raise damaged(str(path), "data shard", "raw files are data shards in groups only")
 
-    def groups(self, infos: Sequence[ObjectInfo]) -> list[FileGroup]:
+    def groups(self, infos: Sequence[ObjectInfo]) -> Iterator[FileGroup]:
         """Raises ConfigError if the label function raises, or returns different kinds of labels."""
-        labels = self._labels([info.key for info in infos])
-        files = [GroupedFile(i.key, i.size_bytes, i.etag, *label) for i, label in zip(infos, labels, strict=True)]
-        files.sort(key=lambda file: (xxhash.xxh3_64_intdigest(file.key.encode("utf-8", "surrogateescape")), file.key))
-        groups: list[FileGroup] = []
+        listing = Listing.of(infos)
+        labels = self._labels(info.key for info in listing)
+        order = np.argsort(_hashes(listing), kind="stable")  # by (hash, key), as a listing is by key
         run: list[GroupedFile] = []
         size = 0
-        for file in files:
-            if run and (len(run) == self.group_files or size + file.size_bytes > self.group_bytes):
-                groups.append(FileGroup(tuple(run)))
+        for info, at in zip(listing.take(order), order.tolist(), strict=True):
+            if run and (len(run) == self.group_files or size + info.size_bytes > self.group_bytes):
+                yield FileGroup(tuple(run))
                 run, size = [], 0
-            run.append(file)
-            size += file.size_bytes
-        return [*groups, FileGroup(tuple(run))] if run else groups
+            run.append(GroupedFile(info.key, info.size_bytes, info.etag, *labels[at]))
+            size += info.size_bytes
+        if run:
+            yield FileGroup(tuple(run))
 
     def schema_of(self, groups: Sequence[FileGroup]) -> pa.Schema:
         return _schema(groups[0])
@@ -98,17 +102,18 @@ class RawFilesFormat:
         schema = _schema(group)
         return pa.table({name: columns[name] for name in schema.names}, schema=schema)
 
-    def _labels(self, keys: Sequence[str]) -> list[tuple[Any, str | None]]:
+    def _labels(self, keys: Iterable[str]) -> Sequence[tuple[Any, str | None]]:
         """(label, class name) of each file."""
         if self.label is None:
-            return [(None, None)] * len(keys)
+            return [(None, None)] * sum(1 for _ in keys)
         if self.label == "folder":
-            found: list[Any] = [PurePosixPath(key).parent.name for key in keys]
+            found: list[Any] = [sys.intern(PurePosixPath(key).parent.name) for key in keys]
         else:
-            found = [self._called(self.label, key) for key in keys]
+            rule = self.label
+            found = [self._called(rule, key) for key in keys]
         if all(isinstance(label, str) for label in found):
-            number = {name: i for i, name in enumerate(sorted(set(found)))}
-            return [(number[name], name) for name in found]
+            number = {name: (i, name) for i, name in enumerate(sorted(set(found)))}
+            return [number[name] for name in found]
         if all(isinstance(label, int) for label in found):
             return [(int(label), None) for label in found]
         if all(isinstance(label, int | float) for label in found):
@@ -121,6 +126,11 @@ class RawFilesFormat:
             return rule(key)
         except Exception as error:  # the user's own: told with the path that shows it
             raise ConfigError(f"RawFilesFormat(label=) raised {error!r} for {key!r}.") from error
+
+
+def _hashes(listing: Listing) -> NDArray[np.uint64]:
+    hashes = (xxhash.xxh3_64_intdigest(info.key.encode("utf-8", "surrogateescape")) for info in listing)
+    return np.fromiter(hashes, np.uint64, len(listing))
 
 
 def _schema(group: FileGroup) -> pa.Schema:
