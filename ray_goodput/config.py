@@ -67,6 +67,9 @@ class CheckpointConfig:
         same stall, no network, and survives the processes. As `every`; default: "auto" if `every` is, else never.
     peer_copies: on how many other nodes each save is copied, so that it survives its own. Another failure domain is
         preferred, as the label `ray-goodput/failure-domain` of the Ray nodes, or their zone, tells.
+    max_durable_age: a duration. A storage that fails never stops training by itself; when the newest durable checkpoint
+        is older than this, what `on_durable_age` says happens: "warn" in the log, or "stop": a last save to the nodes,
+        and the run ends with a `DurableAgeError`. Default: no limit.
     staging_dir: folder for the staging slots (two a rank, each the size of a rank's slice). Default: shared memory
         when it has room, else the node's local directory.
     """
@@ -78,11 +81,17 @@ class CheckpointConfig:
     staging_dir: str | None = None
     every_local: int | str | None = None
     peer_copies: int = 0
+    max_durable_age: str | None = None
+    on_durable_age: Literal["warn", "stop"] = "warn"
 
     def __post_init__(self) -> None:
         _check_interval("every", self.every)
         if self.every_local is not None:
             _check_interval("every_local", self.every_local)
+        if self.max_durable_age is not None and self.max_durable_age_s == 0.0:
+            raise ConfigError(f"CheckpointConfig(max_durable_age={self.max_durable_age!r}): must be above 0.")
+        if self.on_durable_age not in ("warn", "stop"):
+            raise ConfigError(f'CheckpointConfig(on_durable_age={self.on_durable_age!r}): give "warn" or "stop".')
         if self.peer_copies < 0:
             raise ConfigError(f"CheckpointConfig(peer_copies={self.peer_copies}): must be 0 or more.")
         if self.keep_last < 1:
@@ -91,6 +100,11 @@ class CheckpointConfig:
             raise ConfigError(f"CheckpointConfig(keep_every={self.keep_every}): must be at least 1 step.")
         if self.when_full not in ("wait", "skip"):
             raise ConfigError(f'CheckpointConfig(when_full={self.when_full!r}): give "wait" or "skip".')
+
+    @property
+    def max_durable_age_s(self) -> float | None:
+        """The limit in seconds."""
+        return None if self.max_durable_age is None else parse_duration_s(self.max_durable_age)
 
 
 def _check_interval(name: str, every: int | str) -> None:

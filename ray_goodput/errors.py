@@ -12,6 +12,7 @@ GoodputError
 │   ├── CorruptCheckpointError    bytes differ from what the commit says
 │   ├── StructureMismatchError    the checkpoint is of another model
 │   ├── StagingFullError          no room for a staging slot
+│   ├── DurableAgeError           the newest durable checkpoint is older than the user allows
 │   └── FencedError               the caller belongs to an attempt that was replaced
 ├── DataError
 │   ├── EmptyDatasetError         nothing to train on
@@ -78,6 +79,10 @@ class StructureMismatchError(CheckpointError):
 
 class StagingFullError(CheckpointError):
     """There is no room for a staging slot."""
+
+
+class DurableAgeError(CheckpointError):
+    """The newest durable checkpoint is older than `max_durable_age`, and the run was to stop then."""
 
 
 class FencedError(CheckpointError):

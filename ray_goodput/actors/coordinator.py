@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from ray_goodput.actors.commit_age import CommitAge
 from ray_goodput.actors.commits import CommitLog
 from ray_goodput.actors.housekeeping import Errand
 from ray_goodput.actors.identity import run_identity
@@ -38,8 +39,7 @@ _CURVES_WAIT_S = 10.0
 class RunCoordinator:
     """Thread-safe. `open()` reads the storage and starts the housekeeping thread.
 
-    answering: those of the given nodes whose vaults answer now.
-    domains: failure domain of each node that has a vault.
+    answering: those of the given nodes whose vaults answer now. domains: failure domain of each node with a vault.
     """
 
     def __init__(
@@ -56,11 +56,13 @@ class RunCoordinator:
         answering: Callable[[Collection[str]], Collection[str]] = lambda nodes: nodes,
         domains: Callable[[], Mapping[str, str]] = dict,
         lease: RunLease | None = None,
+        age: CommitAge | None = None,
     ) -> None:
         self._run = run
         self._store = store
         self._answering = answering
         self._domains = domains
+        self._age = age or CommitAge(clock, None, stop=False)
         self._clock = clock
         self._lease = lease
         self._commits = CommitLog(
@@ -106,9 +108,7 @@ class RunCoordinator:
             self._lease.start()
         self._commits.open()
         self._run_id = run_identity(self._store)
-        self._points = ResumePoints(
-            run=self._run, run_id=self._run_id, commits=self._commits, answering=self._answering
-        )
+        self._points = ResumePoints(self._run, self._run_id, self._commits, self._answering)
         self._ledger.open(self._run_started_at)
         self._attempt = max(self._commits.highest_attempt, self._ledger.highest_attempt)
         self._commits.restore_fence(self._attempt)
@@ -171,7 +171,8 @@ class RunCoordinator:
                 self._step = max(self._step, *(step for step, _ in metrics), -1)
         self.watch.take(page)
         self._metrics.add(attempt, metrics)
-        return self._orders.answer(self._ledger.add_page(page), replaced=replaced)
+        too_old = self._age.stop_reason(committed_step=self.committed_step(), step=self._step)
+        return self._orders.answer(self._ledger.add_page(page), replaced=replaced, stop_reason=too_old)
 
     def unwatched(self, attempt: int, world_rank: int) -> None:
         """A rank's journal cannot be written any more: from now on its silence means nothing."""
@@ -250,8 +251,7 @@ class RunCoordinator:
 
     def restores_by_tier(self) -> dict[str, int]:
         """How many attempts of this life of the coordinator had to read from which tier."""
-        with self._lock:
-            return dict(Counter(r.tier for r in self._resumes))
+        return dict(Counter(r.tier for r in tuple(self._resumes)))
 
     def resumed(self, attempt: int, step: int, tier: str) -> None:
         """All ranks of `attempt` have loaded their state and go on after `step`. Idempotent."""
@@ -259,6 +259,7 @@ class RunCoordinator:
             if any(r.attempt == attempt for r in self._resumes):
                 return
             self._resumes.append(Resume(attempt=attempt, step=step, tier=tier))
+            self._age.begin()
             self._step = step
         self._ledger.resumed(attempt, step)
         self._flush.soon()
@@ -273,6 +274,7 @@ class RunCoordinator:
         if record is not None:
             with self._lock:
                 self._num_commits += 1
+                self._age.committed()
                 took = self._save_times.committed(record.checkpoint, self._clock.mono_s())
             step, attempt = record.checkpoint.step, record.checkpoint.attempt
             self._ledger.commit(step, attempt, stall_s=took.stall_s, latency_s=took.latency_s, upload_s=took.upload_s)
@@ -304,9 +306,8 @@ class RunCoordinator:
     def last_committed(self) -> CheckpointId | None:
         """The save made last that survives processes, committed or complete on the nodes: of the latest attempt that
         has any, which need not be the one of the largest step."""
-        saves = [r.checkpoint for r in self._commits.records()]
-        near = self._points.newest_complete()
-        return max([*saves, *([near] if near else [])], key=lambda c: (c.attempt, c.step), default=None)
+        saves = [*(r.checkpoint for r in self._commits.records()), *filter(None, [self._points.newest_complete()])]
+        return max(saves, key=lambda c: (c.attempt, c.step), default=None)
 
     # for people and tools
 

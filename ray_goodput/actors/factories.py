@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_goodput.actors.commit_age import CommitAge
 from ray_goodput.actors.coordinator import RunCoordinator
 from ray_goodput.actors.lease import RunLease, this_process
 from ray_goodput.actors.metrics_export import MetricsExporter
@@ -78,6 +79,9 @@ class _CoordinatorProcess(RunCoordinator):
             watchdog=spec.watchdog,
             answering=lambda nodes: answering_vaults(spec.key, nodes),
             domains=lambda: failure_domains(spec.key),
+            age=CommitAge(
+                SystemClock(), spec.checkpoint.max_durable_age_s, stop=spec.checkpoint.on_durable_age == "stop"
+            ),
         )
         self._driver_pid = spec.driver_pid
         self._problem: StorageError | RunInUseError | None = None

@@ -45,7 +45,7 @@ class RunOrders:
         with self._lock:
             self._draining = {node: None if left is None else now + left for node, left in left_s.items()}
 
-    def answer(self, next_record: int, *, replaced: bool = False) -> HeartbeatAnswer:
+    def answer(self, next_record: int, *, replaced: bool = False, stop_reason: str = "") -> HeartbeatAnswer:
         """What a rank is told."""
         with self._lock:
             now = self._clock.mono_s()
@@ -56,6 +56,7 @@ class RunOrders:
                 save_number=self._save_number,
                 replaced=replaced,
                 taken_over=self._taken_over,
+                stop_reason=stop_reason,
             )
 
     @property

@@ -24,7 +24,7 @@ class ResumePoints:
     """Thread-safe. `answering(nodes)`: those of the nodes whose vaults answer now; it may take seconds."""
 
     def __init__(
-        self, *, run: str, run_id: str, commits: CommitLog, answering: Callable[[Collection[str]], Collection[str]]
+        self, run: str, run_id: str, commits: CommitLog, answering: Callable[[Collection[str]], Collection[str]]
     ) -> None:
         self._run_id = run_id
         self._commits = commits

@@ -18,6 +18,7 @@ from ray_goodput.checkpoint.ranks import Ranks
 from ray_goodput.checkpoint.stage import PendingStage, Stager
 from ray_goodput.checkpoint.state import StateTree
 from ray_goodput.core.commit import CheckpointId
+from ray_goodput.core.tiers import SaveTier
 from ray_goodput.errors import CheckpointError, GoodputError, StagingFullError
 
 logger = logging.getLogger(__name__)
@@ -74,8 +75,12 @@ class RankStager:
         rank_state: bytes,
         cursors: Mapping[str, Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
+        tier: SaveTier = SaveTier.STORAGE,
+        min_free: int = 1,
     ) -> PendingStage | None:
         """`Stager.begin` on every rank, or None on every rank if one has no slot or no room. Collective.
+
+        min_free: slots that must be free before, so that some stay for other saves.
 
         Without device copies it is finished when this returns.
 
@@ -88,12 +93,14 @@ class RankStager:
         self._join()
         if not self._opened:
             self._open(None)
-        if not self._ranks.all_true(self._opened and self._stager.num_free > 0):
+        if not self._ranks.all_true(self._opened and self._stager.num_free >= min_free):
             return None
         pending: PendingStage | None = None
         problem: Exception | None = None
         try:
-            pending = self._stager.begin(tree, checkpoint_id, rank_state=rank_state, cursors=cursors, extra=extra)
+            pending = self._stager.begin(
+                tree, checkpoint_id, rank_state=rank_state, cursors=cursors, extra=extra, tier=tier
+            )
             if pending is not None and not pending.on_device:
                 pending.finish()
         except Exception as error:  # whatever it was, the other ranks must hear of it before this one leaves

@@ -20,6 +20,7 @@ from ray_goodput.checkpoint.sidecar import new_slot_path, sidecar_path, write_si
 from ray_goodput.checkpoint.slots import Slot, SlotEvent, SlotState, transition
 from ray_goodput.checkpoint.state import StateTree
 from ray_goodput.core.commit import METADATA_NAME, CheckpointId, Extent, StagedSlice, rank_state_name
+from ray_goodput.core.tiers import SaveTier
 from ray_goodput.errors import CheckpointError, StagingFullError
 from ray_goodput.gates import gate
 from ray_goodput.storage.disk import free_bytes
@@ -164,11 +165,13 @@ class Stager:
         rank_state: bytes,
         cursors: Mapping[str, Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
+        tier: SaveTier = SaveTier.STORAGE,
     ) -> PendingStage | None:
         """Start copying into a free slot; None if there is none. On a CPU the copies are done when this returns.
 
         tree: the live state the plan was made for.
         rank_state: JSON of this rank's own state (`capture_rng`).
+        tier: how far the vault is to bring it.
 
         Raises:
             StagingFullError: objects grew and there is no room for them; the slot is free again.
@@ -199,6 +202,7 @@ class Stager:
             cursors=dict(cursors or {}),
             metadata=metadata,
             extra=dict(extra or {}),
+            tier=tier,
         )
         self._pending = PendingStage(self, staged, events, keep)
         return self._pending

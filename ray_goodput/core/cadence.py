@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from ray_goodput.config import parse_duration_s
-from ray_goodput.core.reliability import YEAR_S, optimal_interval_s, rate_posterior
+from ray_goodput.core.reliability import YEAR_S, optimal_interval_s, rate_posterior_mean
 from ray_goodput.errors import ConfigError
 
 PRIOR_FAILURES_PER_ACCELERATOR_YEAR = 0.173
@@ -157,7 +157,7 @@ class AutoCadence(SaveCadence):
     def mtbf_s(self, state: CadenceState) -> float:
         """Estimated mean seconds between the failures of this job that need these saves."""
         prior = self.failures_per_accelerator_year / YEAR_S
-        return 1.0 / (rate_posterior(state.failures, state.exposure_s, prior).mean * self.world * state.share)
+        return 1.0 / (rate_posterior_mean(state.failures, state.exposure_s, prior) * self.world * state.share)
 
     def interval(self, state: CadenceState) -> tuple[float, str]:
         """Seconds of work between saves, and which rule set them."""

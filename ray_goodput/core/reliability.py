@@ -150,6 +150,11 @@ def rate_interval(failures: int, exposure: float, confidence: float = 0.95) -> R
     )
 
 
+def rate_posterior_mean(failures: int, exposure: float, prior_rate: float) -> float:
+    """Mean of `rate_posterior`, for a caller that asks at every step: its quantiles cost thousands of times as much."""
+    return (1 + failures) / (1.0 / prior_rate + exposure)
+
+
 def rate_posterior(failures: int, exposure: float, prior_rate: float, confidence: float = 0.95) -> RateEstimate:
     """Rate after `failures` events in `exposure`, for an exponential prior with mean `prior_rate`.
 
@@ -158,7 +163,7 @@ def rate_posterior(failures: int, exposure: float, prior_rate: float, confidence
     tail = (1.0 - confidence) / 2.0
     total = 1.0 / prior_rate + exposure
     return RateEstimate(
-        mean=(1 + failures) / total,
+        mean=rate_posterior_mean(failures, exposure, prior_rate),
         low=gamma_quantile(1 + failures, tail) / total,
         high=gamma_quantile(1 + failures, 1.0 - tail) / total,
     )

@@ -28,6 +28,7 @@ class HeartbeatAnswer:
     save_number: grows each time somebody wants a save soon.
     replaced: a later attempt has taken the place of the rank's. taken_over: why the run is no longer this driver's, ""
         while it is.
+    stop_reason: why the run is to stop without waiting for the storage, "" for not at all.
     """
 
     next_record: int
@@ -36,6 +37,7 @@ class HeartbeatAnswer:
     save_number: int = 0
     replaced: bool = False
     taken_over: str = ""
+    stop_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,8 +34,9 @@ from ray_goodput.clock import SystemClock
 from ray_goodput.config import CheckpointConfig, StoreSpec, environment
 from ray_goodput.core.cadence import CadenceState, SaveCadence
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice, StagedSlice
-from ray_goodput.errors import ConfigError, FencedError, GoodputError, SessionError
+from ray_goodput.errors import ConfigError, DurableAgeError, FencedError, GoodputError, SessionError
 from ray_goodput.storage import open_store
+from ray_goodput.train.decide import OwnAge
 from ray_goodput.train.landing import Committer, LandingBoard
 from ray_goodput.train.world import ControlWord, Decisions, World
 
@@ -97,6 +98,8 @@ class Checkpointer:
         self._spec = StoreSpec(uri=os.fspath(uri), options=dict(storage_options or {}))
         self._name = self._spec.uri.rstrip("/").rpartition("/")[2]
         self._config = config or CheckpointConfig()
+        if self._config.peer_copies or self._config.every_local is not None:
+            raise ConfigError("peer_copies and every_local work with GoodputTrainer only: Checkpointer has no vaults.")
         self._local_dir = Path(local_dir) if local_dir is not None else environment().local_dir
         self._key = run_key(self._name, self._spec)
         self._clock = SystemClock()
@@ -107,6 +110,7 @@ class Checkpointer:
         self._opened = self._prepared = self._closed = False
         self._stall_s: float | None = None
         self._latency_s: float | None = None
+        self._age = OwnAge(self._config.max_durable_age_s, stop=self._config.on_durable_age == "stop")
         self.last_step = 0
         self.skipped = 0
 
@@ -155,8 +159,7 @@ class Checkpointer:
             **self._state,
         )
         if loaded is not None:
-            self.last_step = loaded.record.checkpoint.step
-            self._cursors = loaded.record.cursors
+            self.last_step, self._cursors = loaded.record.checkpoint.step, loaded.record.cursors
             self._prepare()
         self._last_save_mono_s = self._started_mono_s = self._clock.mono_s()
         if self._world.world_rank == 0:
@@ -173,14 +176,17 @@ class Checkpointer:
 
         Raises:
             FencedError: a later start of this run goes on without this one.
+            DurableAgeError: no checkpoint became durable for `max_durable_age`, and you asked to stop then.
         """
         self._need_restore("step")
         self._copies.settle()
         agreed = self._control.read()
         if not self._prepared:
             self._prepare()
+        if agreed.stop:
+            raise DurableAgeError(self._world.broadcast(self._age.stop_reason))
         saved = agreed.save and self._save(step, cursors, must=False)
-        self._control.post(Decisions(save=self._due(step + 1)))
+        self._control.post(Decisions(save=self._due(step + 1), stop=bool(self._age.stop_reason)))
         return saved
 
     def save(self, step: int, *, cursors: Mapping[str, Mapping[str, Any]] | None = None) -> bool:
@@ -196,8 +202,7 @@ class Checkpointer:
         return self._save(step, cursors, must=True)
 
     def wait(self, timeout_s: float = 1800.0) -> bool:
-        """Every save of this rank is in storage, and the newest one of all ranks is committed; False after
-        `timeout_s`."""
+        """Every save of this rank is in storage, the newest one of all ranks committed; False after `timeout_s`."""
         self._need_restore("wait")
         self._copies.settle()
         deadline = self._clock.mono_s() + timeout_s
@@ -297,6 +302,7 @@ class Checkpointer:
         if self._world.world_rank != 0:
             return False
         now = self._clock.mono_s()
+        self._age.look(now, self._log.newest(), step - 1)
         decision = self._cadence.decide(
             CadenceState(
                 step=step,
@@ -325,8 +331,7 @@ class Checkpointer:
             while self._stager.num_free == 0 and self._in_flight:
                 wait([self._in_flight[0].future])
                 self._collect_finished()
-        checkpoint = CheckpointId(step, self._attempt)
-        extra = {"rng_seed": torch.initial_seed()}
+        checkpoint, extra = CheckpointId(step, self._attempt), {"rng_seed": torch.initial_seed()}
         pending = self._stager.begin(tree, checkpoint, rank_state=capture_rng(), cursors=cursors, extra=extra)
         if pending is None:
             self.skipped += 1
@@ -355,8 +360,7 @@ class Checkpointer:
             elif isinstance(error, FencedError):
                 raise error
             else:
-                step = flight.staged.checkpoint.step
-                logger.error("The save of step %d failed; training goes on from the one before: %s", step, error)
+                logger.error("The save of step %d failed: %s", flight.staged.checkpoint.step, error)
 
     def _choose_slots(self, plan: SavePlan) -> Path:
         chosen = choose_folder(

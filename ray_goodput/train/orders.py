@@ -27,6 +27,7 @@ class RankOrders:
         self._save_number: int | None = None
         self._save = False
         self.taken_over = ""  # why the run is no longer ours
+        self.stop_reason = ""  # why it stops without waiting for the storage
 
     def hear(self, answer: HeartbeatAnswer) -> None:
         """Take in what the coordinator said."""
@@ -38,6 +39,7 @@ class RankOrders:
             self._save = self._save or (self._save_number is not None and answer.save_number > self._save_number)
             self._save_number = answer.save_number
             self.taken_over = answer.taken_over
+            self.stop_reason = self.stop_reason or answer.stop_reason
 
     @property
     def end_run(self) -> bool:

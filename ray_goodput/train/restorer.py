@@ -18,6 +18,7 @@ from ray_goodput.checkpoint.peer_source import PeerSource
 from ray_goodput.checkpoint.sources import CheckpointSource, LocalFirstSource, StoreSource
 from ray_goodput.core.commit import CommitRecord
 from ray_goodput.core.cursor import DataCursor
+from ray_goodput.core.near_copies import NearRecord
 from ray_goodput.gates import gate
 from ray_goodput.train.peers import RemotePeers, hold_leftovers
 from ray_goodput.train.spec import TrainSpec
@@ -31,11 +32,15 @@ _TELL_PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """Where the run goes on: after `step`, with `cursors` by dataset name; `tier` is "none" for a fresh run."""
+    """Where the run goes on: after `step`, with `cursors` by dataset name; `tier` is "none" for a fresh run.
+
+    durable: whether the state is committed, or there is none.
+    """
 
     step: int
     tier: str
     cursors: Mapping[str, DataCursor]
+    durable: bool = True
 
 
 def restore_newest(
@@ -80,7 +85,12 @@ def restore_newest(
         restored = Restored(step=0, tier="none", cursors={})
     else:
         cursors = {name: DataCursor.from_dict(cursor) for name, cursor in loaded.record.cursors.items()}
-        restored = Restored(step=loaded.record.checkpoint.step, tier=loaded.tier, cursors=cursors)
+        restored = Restored(
+            step=loaded.record.checkpoint.step,
+            tier=loaded.tier,
+            cursors=cursors,
+            durable=not isinstance(loaded.record, NearRecord),
+        )
     if worker.world.world_rank == 0:
         _tell(worker, restored)
     return restored

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +24,18 @@ from ray_goodput.checkpoint.rank_stager import RankStager
 from ray_goodput.checkpoint.rng import capture_rng
 from ray_goodput.checkpoint.stage import choose_folder
 from ray_goodput.checkpoint.state import collect_state
-from ray_goodput.core.cadence import CadenceState, SaveCadence
 from ray_goodput.core.commit import CheckpointId, StagedSlice
+from ray_goodput.core.tier_cadence import TierCadence
+from ray_goodput.core.tiers import SaveTier
 from ray_goodput.errors import FencedError, StorageError
+from ray_goodput.train.tier_times import TierTimes
 from ray_goodput.train.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
 
 _NUM_SLOTS = 2
 _FINAL_WAIT_S = 1800.0
+_NEAR_WAIT_S = 60.0
 _COMMIT_WAIT_S = 20.0
 _COMMIT_TRIES = 3
 
@@ -52,29 +57,38 @@ class Saver:
         self._worker = worker
         self._world = worker.world
         self._clock = worker.clock
-        self._stager = RankStager(self._world, self._choose_slots, num_slots=_NUM_SLOTS)
+        self._cadence = TierCadence.parse(
+            every=spec.checkpoint.every,
+            every_local=spec.checkpoint.every_local,
+            peers=spec.checkpoint.peer_copies > 0,
+            world=self._world.world_size,
+        )
+        # One stays free for near saves; under "auto" at most one save to storage is under way.
+        self._num_slots = _NUM_SLOTS + (self._cadence.near and spec.checkpoint.every != "auto")
+        self._stager = RankStager(self._world, self._choose_slots, num_slots=self._num_slots)
         self._copies = DeferredCopies(self._hand_over)
         self._in_flight: list[_InFlight] = []
-        self._cadence = SaveCadence.parse(spec.checkpoint.every, world=self._world.world_size)
+        self._times = TierTimes(self._cadence, self._clock, self._world.world_size)
+        self._identity: dict[str, str] = {}
         self._stop_requested = threading.Event()
-        self.last_step = 0  # newest step staged, or resumed from
-        self._staged_step = -1  # newest step staged in this attempt
-        self._considered_step = 0  # where the interval of saves begins: the last save, also if it was skipped
+        self.last_step = 0  # newest step staged for storage, or resumed from a commit
+        self._staged = (-1, SaveTier.NONE)  # newest step staged in this attempt, and how far it goes
         self.skipped = 0
-        self._last_save_mono_s = self._clock.mono_s()
-        self._stall_s: float | None = None
-        self._latency_s: float | None = None
-        self._failures, self._exposure_s = 0, 0.0
 
-    def begin(self, step: int) -> None:
-        """The attempt goes on after `step`, which is saved already (or is the start)."""
-        self.last_step = self._considered_step = step
-        self._last_save_mono_s = self._clock.mono_s()
+    def begin(self, step: int, *, durable: bool = True) -> None:
+        """The attempt goes on after `step`, which is committed (or is the start) unless not `durable`. Collective."""
+        self.last_step = step if durable else 0
+        failures, exposure_s, restores, run_id = 0, 0.0, {}, ""
         if self._world.world_rank == 0:
+            coordinator = self._worker.coordinator
             try:
-                self._failures, self._exposure_s = self._worker.coordinator.failure_history()
+                failures, exposure_s = coordinator.failure_history()
+                restores, run_id = coordinator.restores_by_tier(), coordinator.identity()
             except Exception as error:  # whatever it is, only the interval between saves depends on it
                 logger.warning("The run's failures so far are unknown, saves are timed without them: %s", error)
+        self._times.begin(step, failures, exposure_s, restores)
+        run_id, life = self._world.broadcast((run_id, uuid.uuid4().hex))
+        self._identity = {"life": life, **({"run_id": run_id} if run_id else {})}
 
     def request_stop(self) -> None:
         self._stop_requested.set()
@@ -83,26 +97,12 @@ class Saver:
     def stop_requested(self) -> bool:
         return self._stop_requested.is_set()
 
-    def due(self, step: int) -> bool:
-        """Whether a save should begin at `step`; rank 0 decides for all."""
+    def due(self, step: int) -> SaveTier:
+        """How far a save that should begin at `step` goes; rank 0 decides for all."""
         if self._world.world_rank != 0:
-            return False
+            return SaveTier.NONE
         self._collect_finished()
-        elapsed_s = self._clock.mono_s() - self._last_save_mono_s
-        decision = self._cadence.decide(
-            CadenceState(
-                step=step,
-                now_mono_s=self._clock.mono_s(),
-                last_save_step=self._considered_step,
-                last_save_mono_s=self._last_save_mono_s,
-                saves_in_flight=len(self._in_flight),
-                stall_s=self._stall_s,
-                latency_s=self._latency_s,
-                failures=self._failures,
-                exposure_s=self._exposure_s + elapsed_s * self._world.world_size,
-            )
-        )
-        return decision.save
+        return self._times.decide(step, Counter(flight.staged.tier for flight in self._in_flight)).tier
 
     def save(
         self,
@@ -113,8 +113,10 @@ class Saver:
         stateful: Mapping[str, Any],
         cursors: Mapping[str, Mapping[str, Any]],
         must: bool,
+        tier: SaveTier = SaveTier.STORAGE,
     ) -> bool:
-        """Stage the state after `step`, for the vault; False if it was skipped. Collective.
+        """Stage the state after `step`, for the vault, to be brought as far as `tier`; False if it was skipped.
+        Collective.
 
         On a CPU the vault has it when this returns, on a device once `settle` or the next optimizer step was called.
 
@@ -124,34 +126,43 @@ class Saver:
             CheckpointError: the state cannot be saved; on all ranks.
             FencedError: this attempt has been replaced.
         """
-        if step == self._staged_step:
+        if step == self._staged[0] and tier <= self._staged[1]:
             return True  # the same state under the same name: writing it again would touch what may be committed
         started = self._clock.mono_s()
         self.settle()
         self._collect_finished()
         tree = collect_state(model=model, optimizer=optimizer, stateful=stateful)
         self._stager.plan_for(tree)
+        min_free = 2 if self._cadence.near and tier is SaveTier.STORAGE and not must else 1
         if must or self._spec.checkpoint.when_full == "wait":
-            while self._stager.num_free == 0 and self._in_flight:
+            while self._stager.num_free < min_free and self._in_flight:
                 self._wait_for_one()
         pending = self._stager.begin(
             tree,
             CheckpointId(step, self._worker.attempt),
             rank_state=capture_rng(),
             cursors=cursors,
-            extra={"rng_seed": torch.initial_seed()},
+            extra={"rng_seed": torch.initial_seed(), **self._identity},
+            tier=tier,
+            min_free=min_free,
         )
         if pending is None:
-            self._note_skipped(step)
-            self._considered_step, self._last_save_mono_s = step, self._clock.mono_s()
+            self._note_skipped(step, tier)
+            self._times.begun(tier, step, None)
+            if tier is SaveTier.STORAGE and self._cadence.near:  # it is slow or away: the nodes at least
+                nearer = {"must": False, "tier": SaveTier.PEER, "cursors": cursors}
+                self.save(step=step, model=model, optimizer=optimizer, stateful=stateful, **nearer)
             return False
         self._copies.take(pending, optimizer)
-        self.last_step = self._staged_step = self._considered_step = step
-        self._last_save_mono_s = self._clock.mono_s()
-        self._stall_s = self._last_save_mono_s - started
+        self._staged = (step, tier)
+        stall_s = self._clock.mono_s() - started
+        self._times.begun(tier, step, stall_s)
+        if tier is not SaveTier.STORAGE:
+            return True
+        self.last_step = step
         if self._world.world_rank == 0:
             checkpoint = CheckpointId(step, self._worker.attempt)
-            self._worker.coordinator.handle.save_stalled.remote(checkpoint, self._stall_s)
+            self._worker.coordinator.handle.save_stalled.remote(checkpoint, stall_s)
         return True
 
     def prepare(self, *, model: Any, optimizer: Any, stateful: Mapping[str, Any]) -> None:
@@ -167,6 +178,18 @@ class Saver:
 
     def _hand_over(self, staged: StagedSlice) -> None:
         self._in_flight.append(_InFlight(staged, self._worker.vault.persist.remote(staged), self._clock.mono_s()))
+
+    def leave(self) -> bool:
+        """Near saves have arrived, on all ranks; those to storage are left to the vaults, and nothing waits for them.
+        Collective."""
+        self._copies.close()
+        near = [flight.ref for flight in self._in_flight if flight.staged.tier is not SaveTier.STORAGE]
+        if near:
+            ray.wait(near, num_returns=len(near), timeout=_NEAR_WAIT_S)
+        self._collect_finished(keep_failed=True)
+        arrived = all(flight.staged.tier is SaveTier.STORAGE for flight in self._in_flight)
+        self._stager.close()
+        return self._world.all_true(arrived)
 
     def finish(self) -> None:
         """Every save of this rank has reached storage, and the newest one is committed. Collective.
@@ -217,7 +240,7 @@ class Saver:
         chosen = choose_folder(
             plan,
             slots_dirs(self._worker.local_dir, self._spec.key, self._spec.checkpoint.staging_dir),
-            num_slots=_NUM_SLOTS,
+            num_slots=self._num_slots,
             ranks_of_node=context.get_local_world_size(),
             first_of_node=context.get_local_rank() == 0,
         )
@@ -241,7 +264,8 @@ class Saver:
             step, saved = flight.staged.checkpoint.step, False
             try:
                 ray.get(flight.ref)
-                self._latency_s, saved = self._clock.mono_s() - flight.sent_mono_s, True
+                self._times.arrived(flight.staged.tier, self._clock.mono_s() - flight.sent_mono_s)
+                saved = True
             except RayTaskError as error:
                 if isinstance(error.cause, FencedError):
                     raise error.cause from error
@@ -252,7 +276,10 @@ class Saver:
                 if saved or not keep_failed:
                     self._stager.release(flight.staged.slot_path)
 
-    def _note_skipped(self, step: int) -> None:
+    def _note_skipped(self, step: int, tier: SaveTier) -> None:
+        if tier is not SaveTier.STORAGE:
+            logger.debug("The save of step %d to tier %s was skipped.", step, tier.label)
+            return
         self.skipped += 1
         if self._world.world_rank == 0:
             logger.warning(

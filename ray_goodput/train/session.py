@@ -19,6 +19,7 @@ import ray_goodput
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.cursor import DataCursor
 from ray_goodput.core.drain import commit_wait_s, farewell, merged
+from ray_goodput.core.tiers import SaveTier
 from ray_goodput.data.loader import Batch
 from ray_goodput.data.mixture import AnyDataset
 from ray_goodput.data.waits import observe_waits
@@ -26,6 +27,7 @@ from ray_goodput.errors import ConfigError, DrainedError, FencedError, SessionEr
 from ray_goodput.gates import gate
 from ray_goodput.train import ray_compat, reproducible, sigterm
 from ray_goodput.train.batch_weight import BatchWeight
+from ray_goodput.train.decide import decide, raise_if_too_old
 from ray_goodput.train.failures import note_step
 from ray_goodput.train.feed import DataFeed, evaluated, open_feed, whole_pass
 from ray_goodput.train.own_time import OwnTime
@@ -34,7 +36,7 @@ from ray_goodput.train.sample_log import SampleLog
 from ray_goodput.train.saver import Saver
 from ray_goodput.train.spec import TrainSpec
 from ray_goodput.train.worker import WorkerContext, open_worker
-from ray_goodput.train.world import ControlWord, Decisions
+from ray_goodput.train.world import ControlWord
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +209,7 @@ class Session:
             )
         self._step = self._restored.step
         self._cursors = dict(self._restored.cursors)
-        self._saver.begin(self._step)
+        self._saver.begin(self._step, durable=self._restored.durable)
         if self._step > 0:  # the optimizer has its state
             self._prepare_saves()
         self._recorder.resumed(self._step)
@@ -343,16 +345,10 @@ class Session:
                 self._prepare_saves()
         if agreed.leave and not self._stop:
             self._leave()
-        if agreed.save:
-            self._save(must=agreed.stop)
-        orders = self._worker.orders
-        self._control.post(
-            Decisions(
-                save=orders.end_run or orders.take_save() or self._saver.due(self._step + 1),
-                stop=orders.end_run or self._saver.stop_requested,
-                leave=orders.must_leave,
-            )
-        )
+        if agreed.save or agreed.near:
+            tier = SaveTier.STORAGE if agreed.save else agreed.near
+            self._save(must=agreed.stop and not agreed.near, tier=tier)
+        self._control.post(decide(self._worker.orders, self._saver.due(self._step + 1), self._saver.stop_requested))
 
     def _leave(self) -> None:
         """Some ranks are about to go: save now, wait until the save is committed or the time is up, end this attempt.
@@ -396,11 +392,16 @@ class Session:
 
         Raises:
             StagingFullError, StorageError: the last state could not be saved.
+            DurableAgeError: the run was stopped because no checkpoint became durable for too long.
         """
         for feed in list(self._feeds):
             feed.close()
         if self._restored is None:
             return
+        reasons = self._worker.world.gather(self._worker.orders.stop_reason)
+        raise_if_too_old(
+            reasons, self._step, lambda: self._save(must=False, tier=SaveTier.PEER) and self._saver.leave()
+        )
         unsaved = self._step > self._saver.last_step and self._model is not None
         if unsaved and not self._save(must=True):
             raise StagingFullError(
@@ -423,7 +424,7 @@ class Session:
         self._prepared = True
         self._saver.prepare(model=self._model, optimizer=self._optimizer, stateful=self._stateful)
 
-    def _save(self, *, must: bool) -> bool:
+    def _save(self, *, must: bool, tier: SaveTier = SaveTier.STORAGE) -> bool:
         with self._recorder.span(Bucket.CKPT_BLOCK):
             if self._samples is not None:
                 self._samples.flush()
@@ -434,6 +435,7 @@ class Session:
                 stateful=self._stateful,
                 cursors={name: cursor.to_dict() for name, cursor in self._cursors.items()},
                 must=must,
+                tier=tier,
             )
 
     def _need_restore(self, method: str) -> None:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ray_goodput.core.tiers import SaveTier
+
 T = TypeVar("T")
 
 
@@ -55,11 +57,13 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
-    """What all ranks do at the same step: save, leave the loop for good, end this attempt."""
+    """What all ranks do at the same step: save, leave the loop for good, end this attempt. `near`: save, but no farther
+    than this tier, unless `save`."""
 
     save: bool = False
     stop: bool = False
     leave: bool = False
+    near: SaveTier = SaveTier.NONE
 
 
 _NOTHING = Decisions()
@@ -106,4 +110,5 @@ class ControlWord:
             self._work = None
         if self._values == _NO_FLAG:
             return _NOTHING
-        return Decisions(**{name: bool(value) for name, value in zip(_NAMES, self._values, strict=True)})
+        save, stop, leave, near = self._values
+        return Decisions(save=bool(save), stop=bool(stop), leave=bool(leave), near=SaveTier(near))

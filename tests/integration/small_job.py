@@ -143,6 +143,8 @@ def main() -> None:
     parser.add_argument("--workers", default="2", help="N or MIN:MAX")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--every-local", type=int, default=None)
+    parser.add_argument("--peer-copies", type=int, default=0)
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--seed", type=int, default=3, help="of the sample order")
@@ -193,7 +195,9 @@ def main() -> None:
                 storage_options=args.storage_options if args.data.startswith("s3://") else None,
             )
         },
-        checkpoint=rg.CheckpointConfig(every=args.every, when_full="wait"),
+        checkpoint=rg.CheckpointConfig(
+            every=args.every, every_local=args.every_local, peer_copies=args.peer_copies, when_full="wait"
+        ),
         watchdog=rg.WatchdogConfig(hang_after_s=args.hang_after, actor_silent_after_s=args.hang_after / 2),
         failure=rg.FailureBudget(max_failures_without_progress=args.max_failures, max_wait_for_workers_s=args.max_wait),
         mlflow=rg.MlflowConfig(tracking_uri=args.mlflow, experiment="small jobs") if args.mlflow else None,

@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -68,24 +70,35 @@ def drain_node_of(pid: int, deadline_s: int, address: str) -> None:
 
 
 def test_after_the_loss_of_a_node_each_step_trains_on_the_same_samples_as_on_any_world(
-    cluster: DemoCluster, job: Callable[..., Job]
+    cluster: DemoCluster, job: Callable[..., Job], tmp_path: Path
 ) -> None:
     whole: Finished = job("three-nodes", "--workers", "3", "--width", "8").succeed()
     assert whole.outcome["goodput"]["attempts"][0]["world"] == 3
 
-    running = job("node-lost", "--workers", "2:3", "--step-s", "0.3")
-    running.wait_for_commit()
+    tiers = ["--every", "1000", "--every-local", "3", "--peer-copies", "1"]
+    running = job("node-lost", "--workers", "2:3", "--step-s", "0.3", "--step-log", str(tmp_path / "steps"), *tiers)
+    _wait_for_steps(running, tmp_path / "steps", 12)
     victim = _worker_away_from_rank_0(cluster)
     cluster.kill_node_of(victim)
     lost = running.succeed()
     worlds = [attempt["world"] for attempt in lost.outcome["goodput"]["attempts"]]
     assert worlds[0] == 3 and worlds[-1] == 2
-    assert lost.outcome["resumes"][-1][1] > 0
+    _, step, tier = lost.outcome["resumes"][-1]
+    assert (tier, step % 3) == ("peer", 0) and step >= 6, "nothing was committed: only peers had it"
+    assert lost.outcome["checkpoint"] is not None, "the last step is"
     found, expected = lost.audit(), whole.audit()
     assert (found.repeated, found.skipped) == (0, 0)
     assert found.steps == expected.steps
     incidents = lost.outcome["goodput"]["incidents"]
     assert incidents and all(incident["ranks"] and incident["nodes"] for incident in incidents)
+
+
+def _wait_for_steps(running: Job, log: Path, steps: int) -> None:
+    """Rank 0 has done that many steps."""
+    deadline = time.monotonic() + 120
+    while not log.exists() or log.read_text().count("\n") < steps:
+        assert running.process.poll() is None and time.monotonic() < deadline, running.log[-6000:]
+        time.sleep(0.1)
 
 
 def _worker_away_from_rank_0(cluster: DemoCluster) -> int:

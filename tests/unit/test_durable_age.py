@@ -1,0 +1,114 @@
+"""Laws of `max_durable_age`: said once with the numbers, stopped only if asked, and nothing while commits come."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from journal_pages import page
+from ray_goodput.actors.commit_age import CommitAge
+from ray_goodput.actors.coordinator import RunCoordinator
+from ray_goodput.clock import ManualClock
+from ray_goodput.config import CheckpointConfig
+from ray_goodput.core.durable_age import AgeWatch, judge_age
+from ray_goodput.errors import ConfigError, DurableAgeError, StorageError
+from ray_goodput.storage.faults import FaultyStore
+from ray_goodput.storage.local import LocalStore
+from ray_goodput.train import checkpointer
+from ray_goodput.train.checkpointer import Checkpointer
+
+
+def test_the_sentence_has_the_numbers_and_the_way_out() -> None:
+    decision = judge_age(age_s=1861.0, limit_s=1800.0, committed_step=1200, step=1890)
+    assert decision.too_old
+    for part in ("1861 s", "of step 1200", "at step 1890", "max_durable_age=1800 s", "690 steps", "uploads go on"):
+        assert part in decision.reason
+    assert "none so far" in judge_age(age_s=9.0, limit_s=5.0, committed_step=-1, step=4).reason
+    assert not judge_age(age_s=5.0, limit_s=5.0, committed_step=-1, step=4).too_old
+
+
+def test_it_is_said_once_each_time_the_limit_is_passed_and_not_before_training_begins() -> None:
+    watch = AgeWatch(10.0)
+    assert watch.passed(99.0, committed_step=-1, step=0) is None
+    watch.begin(100.0)
+    said = [watch.passed(at, committed_step=-1, step=3) is not None for at in (105.0, 110.5, 120.0)]
+    watch.committed(121.0)
+    said += [watch.passed(at, committed_step=3, step=9) is not None for at in (130.0, 132.0, 140.0)]
+    assert said == [False, True, False, False, True, False]
+
+
+def test_without_a_limit_nothing_is_ever_too_old() -> None:
+    watch = AgeWatch(None)
+    watch.begin(0.0)
+    assert watch.passed(1e9, committed_step=-1, step=1) is None
+
+
+@pytest.mark.parametrize(("stop", "answer"), [(False, ""), (True, "max_durable_age=60 s")])
+def test_the_coordinator_warns_and_stops_the_ranks_only_if_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stop: bool, answer: str
+) -> None:
+    clock = ManualClock()
+    coordinator = RunCoordinator(
+        run="run",
+        store=LocalStore(tmp_path),
+        clock=clock,
+        target_world=1,
+        age=CommitAge(clock, 60.0, stop=stop),
+    )
+    coordinator.open()
+    coordinator.group_allocated(())
+    clock.advance(1000.0)  # waiting for nodes is not training
+    coordinator.resumed(1, 0, "none")
+    with caplog.at_level(logging.WARNING):
+        assert coordinator.heartbeat(1, 0, page(1, 0, []), ()).stop_reason == ""
+        clock.advance(61.0)
+        told = [coordinator.heartbeat(1, 0, page(1, 0, []), ()).stop_reason for _ in range(2)]
+    coordinator.stop()
+    assert all((answer in text) if answer else (text == "") for text in told)
+    assert sum("max_durable_age" in r.getMessage() for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_checkpointer_whose_storage_is_away_trains_on_and_stops_only_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stop: bool
+) -> None:
+    monkeypatch.setattr("ray_goodput.actors.names.SHARED_MEMORY", tmp_path / "shm")
+    up = [True]
+
+    def strike(op: str, key: str, n: int) -> None:
+        if not up[0]:
+            raise StorageError("503 Slow down")
+
+    store = FaultyStore(LocalStore(tmp_path / "run"), before=strike)
+    monkeypatch.setattr(checkpointer, "open_store", lambda spec: store)
+    config = CheckpointConfig(every=2, max_durable_age="1s", on_durable_age="stop" if stop else "warn")
+    saves = Checkpointer(tmp_path / "run", config=config, local_dir=tmp_path / "node")
+    saves._clock = clock = ManualClock()  # type: ignore[assignment]
+    model = torch.nn.Linear(4, 4)
+    saves.restore(model=model)
+    saves.save(1)
+    assert saves.wait(30.0)
+    saves.step(2)
+    up[0] = False
+    done = 2
+    try:
+        for step in range(3, 20):
+            clock.advance(0.2)
+            saves.step(step)
+            done = step
+    except DurableAgeError as error:
+        assert stop and f"stopped at step {done + 1}" in str(error) and "max_durable_age=1 s" in str(error)
+    finally:
+        up[0] = True
+        saves.__exit__(RuntimeError, None)
+    assert (done < 12) if stop else (done == 19)
+    assert sum("max_durable_age" in r.getMessage() for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize("bad", [{"max_durable_age": "soon"}, {"max_durable_age": "0s"}, {"on_durable_age": "panic"}])
+def test_settings_that_make_no_sense_are_refused(bad: dict) -> None:
+    with pytest.raises(ConfigError):
+        CheckpointConfig(**bad)
