@@ -63,6 +63,7 @@ class StoreProxy:
         self._latency_s = latency_s
         self._bytes_per_s = bytes_per_s
         self.faults = faults
+        self.sent_bytes_per_s: float | None = None  # of what each connection sends up; may be set at any time
         self.fetched_bytes = 0
         self.requests: list[Request] = []
         self._mutex = threading.Lock()
@@ -125,9 +126,12 @@ class StoreProxy:
         while True:
             ready, _, _ = select.select([client, upstream], [], [])
             if client in ready:
-                got = client.recv_into(buffer)
+                limit = self.sent_bytes_per_s
+                got = client.recv_into(buffer, 0 if limit is None else max(1, int(limit / 5)))
                 if not got:
                     return
+                if limit is not None:
+                    time.sleep(got / limit)
                 data = buffer[:got]
                 if bytes(data[:8]).startswith(_METHODS):
                     strike = self._strike(bytes(data[:4096]))

@@ -1,0 +1,148 @@
+"""Laws of the training side of saves to several tiers, with a real vault and coordinator, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from near_nodes import NearNodes
+from ray_goodput.actors.names import attempt_dir
+from ray_goodput.clock import SystemClock
+from ray_goodput.config import CheckpointConfig
+from ray_goodput.core.commit import CheckpointId
+from ray_goodput.core.tiers import SaveTier
+from ray_goodput.train import saver as saver_module
+from ray_goodput.train.saver import Saver
+from ray_goodput.train.world import World
+
+
+class Refs:
+    """Stands for Ray in the saver: a call is done when it is made, unless it is `stuck`."""
+
+    def __init__(self) -> None:
+        self.stuck: set[int] = set()
+
+    def wait(self, refs: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return [r for r in refs if r["number"] not in self.stuck], [r for r in refs if r["number"] in self.stuck]
+
+    def get(self, ref: Any) -> None:
+        if ref["error"] is not None:
+            raise ref["error"]
+
+
+class OneRank:
+    """A saver of one rank whose vault and coordinator are the real ones, called directly."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+        self.nodes = NearNodes(tmp_path, ("a",))
+        self.refs = Refs()
+        self.refs_made = 0
+        monkeypatch.setattr(saver_module, "ray", self.refs)
+        slots = attempt_dir(tmp_path / "a" / "slots", 1)
+        monkeypatch.setattr(Saver, "_choose_slots", lambda self, plan: slots)
+        coordinator = self.nodes.coordinator
+        quiet = SimpleNamespace(remote=lambda *_: None)
+        vault = SimpleNamespace(persist=SimpleNamespace(remote=self.persist))
+        worker: Any = SimpleNamespace(
+            world=World(0, 1, None),
+            clock=SystemClock(),
+            attempt=1,
+            vault=vault,
+            coordinator=SimpleNamespace(
+                failure_history=lambda: (0, 0.0),
+                restores_by_tier=coordinator.restores_by_tier,
+                identity=coordinator.identity,
+                wait_committed=coordinator.wait_committed,
+                handle=SimpleNamespace(save_stalled=quiet, save_skipped=quiet),
+            ),
+        )
+        spec: Any = SimpleNamespace(checkpoint=CheckpointConfig(**config), key="k")
+        self.saver = Saver(spec, worker)
+        self.saver.begin(0)
+        self.model = torch.nn.Linear(3, 3)
+        self.stateful = {"position": Position()}
+
+    def persist(self, staged: Any) -> dict[str, Any]:
+        self.refs_made += 1
+        if self.refs_made - 1 in self.refs.stuck:
+            return {"number": self.refs_made - 1, "error": None}
+        self.nodes.vaults["a"].persist(staged)
+        return {"number": self.refs_made - 1, "error": None}
+
+    def save(self, step: int, *, must: bool = False, tier: SaveTier = SaveTier.STORAGE) -> bool:
+        self.stateful["position"].step = step
+        state: dict[str, Any] = {"model": self.model, "optimizer": None, "stateful": self.stateful, "cursors": {}}
+        return self.saver.save(step=step, must=must, tier=tier, **state)
+
+    def close(self) -> None:
+        self.saver._stager.close()
+        self.nodes.coordinator.stop()
+
+
+class Position:
+    step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., OneRank]]:
+    made: list[OneRank] = []
+
+    def make(**config: Any) -> OneRank:
+        made.append(OneRank(tmp_path, monkeypatch, **config))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_run_saves_each_step_as_far_as_its_tiers_say_and_a_restart_finds_the_newest(one_rank: Any) -> None:
+    rank = one_rank(every=6, every_local=2)
+    tiers = {}
+    for step in range(1, 12):
+        tier = rank.saver.due(step)
+        if tier is not SaveTier.NONE:
+            assert rank.save(step, tier=tier)
+            tiers[step] = tier.label
+    assert tiers == {2: "local", 4: "local", 6: "storage", 8: "local", 10: "local"}
+    assert rank.nodes.coordinator.committed_step() == 6 and rank.saver.last_step == 6
+    rank.nodes.hold(2)
+    record = rank.nodes.coordinator.resume_point(2)
+    assert record.checkpoint == CheckpointId(10, 1)
+
+
+def test_while_the_storage_is_away_saves_go_to_the_nodes_instead(one_rank: Any) -> None:
+    rank = one_rank(every=2, every_local=1)
+    rank.refs.stuck = {0, 1}  # the first two uploads never come back: one slot is left, for near saves
+    assert rank.save(2) and rank.save(4)
+    assert not rank.save(6) and rank.saver.skipped == 1
+    rank.nodes.hold(2)
+    assert rank.nodes.coordinator.resume_point(2).checkpoint == CheckpointId(6, 1)
+
+
+def test_the_last_state_is_committed_though_a_near_save_has_it_already(one_rank: Any) -> None:
+    rank = one_rank(every=100, every_local=1)
+    assert rank.save(3, tier=SaveTier.LOCAL) and rank.saver.last_step == 0
+    assert rank.save(3, must=True)
+    rank.saver.finish()
+    assert rank.nodes.coordinator.committed_step() == 3
+
+
+def test_leaving_without_the_storage_waits_for_near_saves_only(one_rank: Any) -> None:
+    rank = one_rank(every=1)
+    rank.refs.stuck = {0}
+    assert rank.save(1)
+    assert rank.save(2, tier=SaveTier.PEER) and rank.saver.leave()
+    rank.nodes.hold(2)
+    assert rank.nodes.coordinator.resume_point(2).checkpoint == CheckpointId(2, 1)
