@@ -18,7 +18,7 @@ from pathlib import Path
 from ray_goodput.actors.names import journal_path, stacks_path
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.errors import StorageError
-from ray_goodput.goodput.journal import read_journal_end
+from ray_goodput.goodput.journal import STEP_DONE, read_journal_end
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 
 _GONE = frozenset({"", "Z", "X", "x"})
 _STACK_WAIT_S = 3.0
+_LAST_RECORDS = 64
 _SETTLED_S = 0.1
 _MAX_STACK_BYTES = 256 << 10
 
@@ -37,6 +38,7 @@ class RankLook:
 
     state: the kernel's letter for it, "" if it is gone. silent_s, still_s: since its journal's last sign of life, and
     since its last record began, by this node's clock; None without a journal. text: for people, with its stacks.
+    stepped: it has done a step in this attempt (of which the last heartbeat that arrived may know nothing).
     """
 
     world_rank: int
@@ -46,6 +48,7 @@ class RankLook:
     bucket: Bucket | None
     step: int
     text: str
+    stepped: bool = False
 
     @property
     def gone(self) -> bool:
@@ -62,10 +65,11 @@ def look_at_ranks(journals: Path, attempt: int, ranks: Sequence[tuple[int, int]]
         RankLook(
             world_rank=rank,
             state=states[rank],
-            silent_s=journal[rank][0],
-            still_s=journal[rank][1],
-            bucket=journal[rank][2],
-            step=journal[rank][3],
+            silent_s=journal[rank].silent_s,
+            still_s=journal[rank].still_s,
+            bucket=journal[rank].bucket,
+            step=journal[rank].step,
+            stepped=journal[rank].stepped,
             text=_text(rank, pid, states[rank], journal[rank], stacks[rank]),
         )
         for rank, pid in ranks
@@ -94,19 +98,32 @@ def process_state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0] if stat else ""
 
 
-def _journal_of(path: Path) -> tuple[float | None, float | None, Bucket | None, int]:
-    """Seconds of silence and of standing still, what it does, and the last step done."""
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a rank's journal says; nothing, if it cannot be read."""
+
+    silent_s: float | None = None
+    still_s: float | None = None
+    bucket: Bucket | None = None
+    step: int = -1
+    stepped: bool = False
+
+
+def _journal_of(path: Path) -> _Seen:
     try:
-        page = read_journal_end(path)
+        page = read_journal_end(path, _LAST_RECORDS)
     except (OSError, StorageError):
-        return None, None, None, -1
+        return _Seen()
     now_ns = time.monotonic_ns()
     silent_s = max(0.0, (now_ns - page.heartbeat_ns) / 1e9)
-    if page.open_record is None:
-        return silent_s, None, None, -1
-    still_s = max(0.0, (now_ns - page.open_record.start_ns) / 1e9)
-    bucket = Bucket(page.open_record.bucket) if page.open_record.bucket < len(Bucket) else Bucket.OTHER
-    return silent_s, still_s, bucket, page.open_record.step - 1
+    done = page.array[(page.array["flags"] & STEP_DONE) != 0]
+    step = int(done["step"].max()) if len(done) else -1
+    now = page.open_record
+    if now is None:
+        return _Seen(silent_s, None, None, step, bool(len(done)))
+    still_s = max(0.0, (now_ns - now.start_ns) / 1e9)
+    bucket = Bucket(now.bucket) if now.bucket < len(Bucket) else Bucket.OTHER
+    return _Seen(silent_s, still_s, bucket, max(step, now.step - 1), bool(len(done)))
 
 
 def _stacks(processes: dict[int, tuple[int, Path]]) -> dict[int, str]:
@@ -136,12 +153,12 @@ def _stacks(processes: dict[int, tuple[int, Path]]) -> dict[int, str]:
     return texts
 
 
-def _text(
-    rank: int, pid: int, state: str, journal: tuple[float | None, float | None, Bucket | None, int], stacks: str
-) -> str:
-    silent_s, still_s, bucket, step = journal
-    doing = f"{bucket.label} for {still_s:.1f} s after step {step}" if bucket is not None else "unknown"
-    heard = f"{silent_s:.1f} s ago" if silent_s is not None else "unknown"
+def _text(rank: int, pid: int, state: str, seen: _Seen, stacks: str) -> str:
+    doing, heard = "unknown", "unknown"
+    if seen.bucket is not None:
+        doing = f"{seen.bucket.label} for {seen.still_s:.1f} s after step {seen.step}"
+    if seen.silent_s is not None:
+        heard = f"{seen.silent_s:.1f} s ago"
     lines = [
         f"rank {rank}, process {pid}, state {state or 'gone'}, waits in the kernel at: {_kernel_wait(pid)}",
         f"doing: {doing}; last sign of life: {heard}",

@@ -146,6 +146,7 @@ def seen_closer(sights: Sequence[RankSight], looks: Mapping[int, RankLook]) -> l
                     still_s=sight.still_s if look.still_s is None else look.still_s,
                     bucket=sight.bucket if look.bucket is None else look.bucket,
                     step=max(sight.step, look.step),
+                    stepped=sight.stepped or look.stepped,
                     state=look.state,
                     waiting=waits[sight.world_rank],
                 )

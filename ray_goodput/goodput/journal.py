@@ -269,13 +269,13 @@ def read_journal(path: str | Path, from_record: int = 0, max_records: int | None
         os.close(fd)
 
 
-def read_journal_end(path: str | Path) -> JournalPage:
-    """The last record of a journal and the open one; raises as `read_journal` does."""
+def read_journal_end(path: str | Path, num_records: int) -> JournalPage:
+    """The last records of a journal and the open one; raises as `read_journal` does."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         head = os.pread(fd, HEADER_BYTES, 0)
         _decode_header(head, Path(path))
-        return _read(fd, Path(path), max(0, memoryview(head).cast("q")[_COUNT] - 1), None)
+        return _read(fd, Path(path), max(0, memoryview(head).cast("q")[_COUNT] - num_records), None)
     finally:
         os.close(fd)
 

@@ -40,7 +40,9 @@ def run_in_session():
     if how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "holds the lock":
-        ctypes.PyDLL(None).sleep(600)
+        libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # unlike CDLL, PyDLL keeps Python's lock
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)  # for ever, and unlike sleep() no signal ends it
     else:
         time.sleep(600)
 
@@ -94,7 +96,7 @@ def test_a_stopped_process_a_blocked_one_and_a_sleeping_one_are_told_apart(
         assert look.state in "SR" and training_frames(look.text), look.text
         assert "run_in_session" in training_frames(look.text)[0]
     for look in (stopped, blocked, sleeping):
-        assert (look.bucket, look.step) == (Bucket.STEP, 5)
+        assert (look.bucket, look.step, look.stepped) == (Bucket.STEP, 5, True)
         assert look.silent_s is not None and look.still_s is not None
 
 

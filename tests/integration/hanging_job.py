@@ -32,7 +32,9 @@ def stand_still(how: str) -> None:
     if how == "stop-rank":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "hold-gil":
-        ctypes.PyDLL(None).sleep(FOREVER_S)  # unlike CDLL, PyDLL keeps Python's lock
+        libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # unlike CDLL, PyDLL keeps Python's lock
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)  # for ever, and unlike sleep() no signal ends it
     elif how == "sleep":
         time.sleep(FOREVER_S)
     else:

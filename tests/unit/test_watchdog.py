@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,7 @@ class Node:
         self.silent = silent
         self.killed: list[int] = []
         self.looks = 0
+        self.seen: dict[str, Any] = {"silent_s": None, "still_s": None, "bucket": None, "step": -1}
 
     def look(self, attempt: int, ranks: Sequence[tuple[int, int]]) -> list[RankLook]:
         self.looks += 1
@@ -40,11 +42,8 @@ class Node:
             RankLook(
                 world_rank=rank,
                 state=self.states[rank],
-                silent_s=None,
-                still_s=None,
-                bucket=None,
-                step=-1,
                 text=f"rank {rank}, state {self.states[rank]}",
+                **self.seen,
             )
             for rank, _ in ranks
         ]
@@ -192,3 +191,18 @@ def test_none_switches_the_watchdog_off(tmp_path: Path) -> None:
     run = Run(tmp_path, config=WatchdogConfig(hang_after_s=None), states="TT")
     run.clock.advance(100_000)
     assert run.dog.check() is None and run.nodes["node-0"].looks == 0
+
+
+def test_a_rank_that_stops_between_two_heartbeats_is_judged_by_what_its_journal_says(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.watch.begin(2, run.watch.workers())
+    for rank in range(2):  # the last heartbeat that arrived is older than the first step
+        run.watch.take(page(2, rank, SCRIPT[:1], open_for=(B.CKPT_LOAD, 0.5, 1)))
+    run.clock.advance(61)
+    assert run.dog.check() is None, "by heartbeats alone it may still be loading"
+    run.nodes["node-1"].seen = {"silent_s": 61.0, "still_s": 61.0, "bucket": B.STEP, "step": 12, "stepped": True}
+    run.nodes["node-0"].seen = {"silent_s": 0.5, "still_s": 61.0, "bucket": B.STEP, "step": 12, "stepped": True}
+    run.clock.advance(20)
+    verdict = run.dog.check()
+    assert verdict is not None and verdict.culprits == (1,)
+    assert "native code holds Python's lock" in verdict.reason
