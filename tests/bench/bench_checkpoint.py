@@ -2,7 +2,8 @@
 
 Ranks are gloo processes on this machine; the object store is a JuiceFS gateway on it too, and takes its share of the
 processor from all arms alike. A step is 30 ms of waiting, as for a device, a little work and an all-reduce.
-`--state-mb` is the state of the DDP cases; FSDP2, the huge embedding and the restores have half of it.
+`--state-mb` is the state of the DDP cases; FSDP2 and the huge embedding have a quarter of it, the restores half. A
+small one: `--cases ddp2 restore --state-mb 64 --repeats 2`.
 """
 
 import sys

@@ -14,6 +14,7 @@ _ASYNC = (_THREAD, "async_save, process", _KEPT, "ray")
 # Of the best stock arm, of the default `async_save`: by the number of ranks.
 _OF_STOCK = {"ddp2": (0.7, 1 / 4), "ddp4": (0.5, 1 / 5)}
 _TO_SPARE = "one"
+_SMALL_MB = 100
 
 
 def budgets(figures: Figures) -> list[Budget]:
@@ -47,13 +48,22 @@ def _stalls(figures: Figures) -> Iterable[Budget]:
     for case in (case.name for case in CASES):
         ours = f"{case}: ours"
         stall = median(figures, ours, "stall_s")
-        yield from _budget(f"{case}: stall to memcpy", 1.5, stall, median(figures, ours, "memcpy_s"))
+        yield from _budget(
+            f"{case}: stall to memcpy", 1.5, stall, median(figures, ours, "memcpy_s"), _why_stall(figures, ours)
+        )
         if case in _OF_STOCK:
             of_best, of_default = _OF_STOCK[case]
             kept, thread = (median(figures, f"{case}: {arm}", "stall_s") for arm in (_KEPT, _THREAD))
             yield from _budget(f"{case}: stall to async_save with a kept stager", of_best, stall, kept)
             yield from _budget(f"{case}: stall to the default async_save", of_default, stall, thread)
         yield from _budget(f"{case}: first save to later ones", 3, median(figures, ours, "first_save_s"), stall)
+
+
+def _why_stall(figures: Figures, ours: str) -> str:
+    """Some milliseconds of a stall do not depend on the bytes: they show in a small state, and on a busy machine."""
+    slice_mb = median(figures, ours, "slice_mb") or 0.0
+    few = "Collecting the state and two agreements of the ranks take some ms; "
+    return f"{few}a slice of {slice_mb:.0f} MiB is copied in few more." if slice_mb < _SMALL_MB else ""
 
 
 def _memory_and_balance(figures: Figures) -> Iterable[Budget]:

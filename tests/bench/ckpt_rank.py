@@ -18,7 +18,7 @@ from ckpt_state import Case, build
 OVER, BEFORE_ANY_SAVE, SAVING = 0, 1, 2  # phases of a rank's life; save number n is in SAVING + n
 
 _DEVICE_S = 0.03
-_QUIET_STEPS = 25
+_QUIET_STEPS = 20
 _BETWEEN_STEPS = 50  # of a new attempt before its first save, far fewer than a real one's
 _SETTLE_S = 0.4  # for the watch of memory to look several times
 

@@ -53,7 +53,11 @@ def report(
     """Print the figures side by side (the budgets alone without `every_figure`) and write `results/TOPIC.json`."""
     body: dict[str, Any] = {
         "topic": topic,
-        "machine": {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count()},
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cpus": os.cpu_count(),
+            "load": round(os.getloadavg()[0], 1),  # at the end: far above the benchmark's own, others worked here too
+        },
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "arms": arms,
         "budgets": [{"name": b.name, "limit": b.limit, "value": b.value, "met": b.met} for b in budgets],
