@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 _NUM_SLOTS = 2
 _FINAL_WAIT_S = 1800.0
 _NEAR_WAIT_S = 60.0
+_SLOT_WAIT_S = 5.0
 _COMMIT_WAIT_S = 20.0
 _COMMIT_TRIES = 3
 
@@ -134,6 +135,8 @@ class Saver:
         tree = collect_state(model=model, optimizer=optimizer, stateful=stateful)
         self._stager.plan_for(tree)
         min_free = 2 if self._cadence.near and tier is SaveTier.STORAGE and not must else 1
+        if self._stager.num_free < min_free:
+            self._let_near_saves_arrive()
         if must or self._spec.checkpoint.when_full == "wait":
             while self._stager.num_free < min_free and self._in_flight:
                 self._wait_for_one()
@@ -245,6 +248,13 @@ class Saver:
             first_of_node=context.get_local_rank() == 0,
         )
         return attempt_dir(chosen, self._worker.attempt)
+
+    def _let_near_saves_arrive(self) -> None:
+        """Those need no storage and hold their slots for moments: a save is not skipped for their sake."""
+        near = [flight.ref for flight in self._in_flight if flight.staged.tier is not SaveTier.STORAGE]
+        if near:
+            ray.wait(near, num_returns=len(near), timeout=_SLOT_WAIT_S)
+            self._collect_finished()
 
     def _wait_for_one(self) -> None:
         ray.wait([self._in_flight[0].ref], timeout=_FINAL_WAIT_S)

@@ -22,13 +22,17 @@ from ray_goodput.train.world import World
 
 
 class Refs:
-    """Stands for Ray in the saver: a call is done when it is made, unless it is `stuck`."""
+    """Stands for Ray in the saver: a call is done when it is made, unless it is `stuck`, or `slow`: once waited for."""
 
     def __init__(self) -> None:
         self.stuck: set[int] = set()
+        self.slow: set[int] = set()
 
-    def wait(self, refs: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
-        return [r for r in refs if r["number"] not in self.stuck], [r for r in refs if r["number"] in self.stuck]
+    def wait(self, refs: list[Any], **how: Any) -> tuple[list[Any], list[Any]]:
+        if how.get("timeout"):
+            self.slow -= {ref["number"] for ref in refs}
+        open_yet = self.stuck | self.slow
+        return [r for r in refs if r["number"] not in open_yet], [r for r in refs if r["number"] in open_yet]
 
     def get(self, ref: Any) -> None:
         if ref["error"] is not None:
@@ -129,6 +133,14 @@ def test_while_the_storage_is_away_saves_go_to_the_nodes_instead(one_rank: Any) 
     assert not rank.save(6) and rank.saver.skipped == 1
     rank.nodes.hold(2)
     assert rank.nodes.coordinator.resume_point(2).checkpoint == CheckpointId(6, 1)
+
+
+def test_a_save_to_storage_is_not_skipped_for_a_near_save_that_is_about_to_arrive(one_rank: Any) -> None:
+    rank = one_rank(every="auto")
+    rank.refs.slow = {0}
+    assert rank.save(1, tier=SaveTier.LOCAL)
+    assert rank.save(2) and rank.saver.skipped == 0
+    assert rank.nodes.coordinator.committed_step() == 2
 
 
 def test_the_last_state_is_committed_though_a_near_save_has_it_already(one_rank: Any) -> None:
