@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.core.order import SampleOrder
 from ray_goodput.data.loader import BatchLoader
 from ray_goodput.train.batch_weight import BatchWeight
@@ -21,6 +22,9 @@ ROWS = [5, 1, 7]  # 13 samples in batches of 6: the last has one
 
 
 class Source:
+    def counts(self) -> DataCounts:
+        return DataCounts()
+
     def describe(self, data_shard: int) -> str:
         return f"Data shard {data_shard}"
 

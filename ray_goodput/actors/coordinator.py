@@ -16,7 +16,7 @@ from ray_goodput.actors.housekeeping import Errand
 from ray_goodput.actors.identity import run_identity
 from ray_goodput.actors.lease import RunLease
 from ray_goodput.actors.ledger_store import LedgerStore
-from ray_goodput.actors.metrics_tail import MetricsNews
+from ray_goodput.actors.metrics_tail import MetricsNews, MetricsPage
 from ray_goodput.actors.orders import RunOrders
 from ray_goodput.actors.progress_watch import ProgressWatch
 from ray_goodput.actors.resume_points import ResumePoints
@@ -26,7 +26,8 @@ from ray_goodput.actors.save_times import SaveTimes
 from ray_goodput.clock import Clock
 from ray_goodput.config import WatchdogConfig
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
-from ray_goodput.core.run_state import HeartbeatAnswer, Resume, RunStatus, WorkerInfo
+from ray_goodput.core.data_flow import DataCounts
+from ray_goodput.core.run_state import HeartbeatAnswer, Resume, RunStatus, WorkerInfo, processes_of
 from ray_goodput.core.tiers import peers_of
 from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.goodput.metrics import RunFigures
@@ -134,7 +135,7 @@ class RunCoordinator:
         """A worker group got its processes: a new attempt begins. Idempotent for the same processes."""
         workers = tuple(workers)
         with self._lock:
-            if workers and _processes(workers) == _processes(self._workers):
+            if workers and processes_of(workers) == processes_of(self._workers):
                 return self._attempt
             self._attempt += 1
             self._workers = workers
@@ -161,16 +162,16 @@ class RunCoordinator:
         self._ledger.rank_hello(attempt, world_rank, elapsed_s)
 
     def heartbeat(
-        self, attempt: int, world_rank: int, page: JournalPage, metrics: Sequence[tuple[int, dict[str, float]]]
+        self, attempt: int, world_rank: int, page: JournalPage, metrics: MetricsPage, data: DataCounts | None = None
     ) -> HeartbeatAnswer:
-        """Time a rank spent since its last heartbeat."""
+        """Time a rank spent since its last heartbeat; `data`: what it has counted so far."""
         self._heard_of(attempt)
         with self._lock:
             replaced = attempt < self._attempt
             if attempt == self._attempt:
                 self._step = max(self._step, *(step for step, _ in metrics), -1)
         self.watch.take(page)
-        self._metrics.add(attempt, metrics)
+        self._metrics.add(attempt, metrics, world_rank, data)
         too_old = self._age.stop_reason(committed_step=self.committed_step(), step=self._step)
         return self._orders.answer(self._ledger.add_page(page), replaced=replaced, stop_reason=too_old)
 
@@ -344,6 +345,7 @@ class RunCoordinator:
                 commits=self._num_commits,
                 saves_skipped=self._skipped,
                 commit_age_s=max(0.0, self._clock.at_s() - since_s),
+                data=self._metrics.data.total(),
             )
 
     @property
@@ -376,6 +378,7 @@ class RunCoordinator:
                 newest=self._commits.newest(),
                 resumes=tuple(self._resumes),
                 history=self._metrics.history(),
+                data=self._metrics.data.total(),
             )
 
     def stop(self) -> None:
@@ -392,7 +395,3 @@ class RunCoordinator:
         """Now and then, and soon after what a new driver should know if this one dies."""
         self._ledger.flush()
         self._metrics.flush()
-
-
-def _processes(workers: Sequence[WorkerInfo]) -> list[tuple[str, int]]:
-    return sorted((w.node_id, w.pid) for w in workers)

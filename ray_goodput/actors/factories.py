@@ -25,6 +25,7 @@ from ray_goodput.actors.commit_age import CommitAge
 from ray_goodput.actors.coordinator import RunCoordinator
 from ray_goodput.actors.lease import RunLease, this_process
 from ray_goodput.actors.metrics_export import MetricsExporter
+from ray_goodput.actors.metrics_tail import MetricsPage
 from ray_goodput.actors.names import (
     NAMESPACE,
     coordinator_name,
@@ -43,6 +44,7 @@ from ray_goodput.actors.watchdog import Watchdog
 from ray_goodput.clock import SystemClock
 from ray_goodput.config import environment
 from ray_goodput.core.commit import CheckpointId, LandedSlice
+from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.core.run_state import HeartbeatAnswer
 from ray_goodput.errors import RunInUseError, StorageError
 from ray_goodput.goodput.journal import JournalPage
@@ -114,10 +116,15 @@ class _CoordinatorProcess(RunCoordinator):
 
     @ray.method(concurrency_group=CONTROL)
     def heartbeat(
-        self, attempt: int, world_rank: int, page: JournalPage, metrics: Sequence[tuple[int, dict[str, float]]]
+        self,
+        attempt: int,
+        world_rank: int,
+        page: JournalPage,
+        metrics: MetricsPage,
+        data: DataCounts | None = None,
     ) -> HeartbeatAnswer:
         """Taken also while a storage that is away holds every other thread: silent ranks would be taken for hung."""
-        return super().heartbeat(attempt, world_rank, page, metrics)
+        return super().heartbeat(attempt, world_rank, page, metrics, data)
 
     @ray.method(concurrency_group=CONTROL)
     def stuck_ranks(self) -> tuple[int, ...]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 
+from ray_goodput.actors.data_totals import DataTotals
+from ray_goodput.actors.metrics_tail import MetricsPage
 from ray_goodput.clock import Clock
 from ray_goodput.errors import GoodputError, ObjectNotFoundError
+from ray_goodput.goodput.data_log import KEY as DATA_KEY
+from ray_goodput.goodput.data_log import data_to_bytes
 from ray_goodput.goodput.metrics_log import MetricsLog, object_name
 from ray_goodput.storage.protocol import ObjectStore
 
@@ -15,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsStore:
-    """Thread-safe. `add` keeps, `flush` writes the curves that changed, whole, at most each `flush_interval_s`.
+    """Thread-safe. `add` keeps, `flush` writes the curves that changed, whole, at most each `flush_interval_s`, and
+    `data`, what the ranks have counted on the way to their batches.
 
     A curve is for looking at: a coordinator that dies loses what came since the last write, and nobody sends it again.
     """
@@ -23,6 +27,7 @@ class MetricsStore:
     flush_interval_s = 20.0
 
     def __init__(self, *, store: ObjectStore, clock: Clock) -> None:
+        self.data = DataTotals()
         self._store = store
         self._clock = clock
         self._lock = threading.Lock()
@@ -32,7 +37,7 @@ class MetricsStore:
         self._continued: set[int] = set()  # what an earlier life wrote is in the log
         self._flushed_mono_s = clock.mono_s()
 
-    def add(self, attempt: int, metrics: Sequence[tuple[int, dict[str, float]]]) -> None:
+    def add(self, attempt: int, metrics: MetricsPage) -> None:
         """What rank 0 reported: (step, values)."""
         if not metrics:
             return
@@ -63,6 +68,7 @@ class MetricsStore:
             self._changed = set()
             for attempt in [a for a in self._logs if a < newest and a not in changed]:
                 del self._logs[attempt]  # written, and nobody trains in it any more
+        self._write_data()
         for attempt, data in changed.items():
             try:
                 self._store.put(object_name(attempt), data)
@@ -70,6 +76,15 @@ class MetricsStore:
                 logger.warning("The metrics of attempt %d could not be written; tried again: %s", attempt, error)
                 with self._lock:
                     self._changed.add(attempt)
+
+    def _write_data(self) -> None:
+        counts = self.data.total()
+        if counts is None:
+            return
+        try:
+            self._store.put(DATA_KEY, data_to_bytes(self.data.attempt, counts))
+        except GoodputError as error:
+            logger.warning("The data counts could not be written; tried again: %s", error)
 
     def _continue(self, attempt: int) -> None:
         """Begin with what an earlier life of the coordinator wrote of the same attempt, if it did."""

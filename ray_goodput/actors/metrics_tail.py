@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 _MAX_ROWS = 50_000
 
+MetricsPage = Sequence[tuple[int, dict[str, float]]]
+"""(step, rank 0's metrics) of some steps."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRow:
@@ -41,7 +44,7 @@ class MetricsTail:
         self._rows: deque[MetricsRow] = deque(maxlen=max_rows)
         self._upto = 0
 
-    def add(self, attempt: int, at_s: float, metrics: Sequence[tuple[int, dict[str, float]]]) -> None:
+    def add(self, attempt: int, at_s: float, metrics: MetricsPage) -> None:
         with self._lock:
             self._rows.extend(MetricsRow(attempt=attempt, step=s, at_s=at_s, values=v) for s, v in metrics)
             self._upto += len(metrics)

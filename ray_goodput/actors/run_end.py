@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ray_goodput.core.commit import CommitRecord
+from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.core.run_state import Resume
 from ray_goodput.goodput.report import GoodputReport
 
@@ -17,3 +18,4 @@ class RunEnd:
     newest: CommitRecord | None
     resumes: tuple[Resume, ...]
     history: tuple[tuple[int, dict[str, float]], ...]
+    data: DataCounts | None = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
+from ray_goodput.actors.data_totals import DataTotals
 from ray_goodput.actors.metrics_store import MetricsStore
-from ray_goodput.actors.metrics_tail import MetricsNews, MetricsTail
+from ray_goodput.actors.metrics_tail import MetricsNews, MetricsPage, MetricsTail
 from ray_goodput.clock import Clock
+from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.storage.protocol import ObjectStore
 
 _MAX_HISTORY = 100_000
@@ -23,8 +24,14 @@ class RunMetrics:
         self._lock = threading.Lock()
         self._history: dict[int, dict[str, float]] = {}
 
-    def add(self, attempt: int, metrics: Sequence[tuple[int, dict[str, float]]]) -> None:
-        """Values by step; a step done again overrides its first values."""
+    @property
+    def data(self) -> DataTotals:
+        """The ranks' data counts, written with the curves."""
+        return self._curves.data
+
+    def add(self, attempt: int, metrics: MetricsPage, world_rank: int, data: DataCounts | None) -> None:
+        """Values by step; a step done again overrides its first values. data: what that rank has counted so far."""
+        self.data.take(attempt, world_rank, data)
         with self._lock:
             self._history.update(metrics)
             while len(self._history) > _MAX_HISTORY:

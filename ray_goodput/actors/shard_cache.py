@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ray_goodput.actors.names import NAMESPACE, shard_cache_name
 from ray_goodput.actors.shard_feed import Admission, Delivery, FeedStats, ShardFeed
 from ray_goodput.config import environment
+from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.core.placement import AnyOrder
 from ray_goodput.core.request_rate import RequestRecord
 from ray_goodput.data import governors
@@ -214,14 +215,22 @@ class ShardCache:
         """The folder it fills, as a sign of life."""
         return str(self.root)
 
+    def counts(self) -> DataCounts:
+        """What was fetched for the node in this actor's life, with its pools."""
+        stats = self._fetched()
+        with self._mutex:
+            requests = self._pool_requests + governors.request_counts()
+        return DataCounts(
+            store_bytes=stats.fetched_bytes,
+            requests=requests.requests,
+            refused=requests.refused,
+            lost=requests.lost,
+        )
+
     def stats(self) -> ShardCacheStats:
         """The cache now."""
+        counts = self._fetched()
         with self._mutex:
-            counts = self._past
-            for dataset in self._datasets.values():
-                counts += dataset.fetcher.cache.stats
-            for feed in self._feeds.values():
-                counts += feed.counts
             feeds = {name: feed.stats() for name, feed in self._feeds.items()}
             requests = self._pool_requests + governors.request_counts()
         usage_bytes = NodeCache(self.root).usage_bytes()
@@ -234,6 +243,15 @@ class ShardCache:
             for name in list(self._feeds):
                 self._end_feed(name)
         return all([feed.join(timeout_s) for feed in feeds])
+
+    def _fetched(self) -> CacheStats:
+        with self._mutex:
+            counts = self._past
+            for dataset in self._datasets.values():
+                counts += dataset.fetcher.cache.stats
+            for feed in self._feeds.values():
+                counts += feed.counts
+            return counts
 
     def _dataset(self, name: str) -> _Dataset:
         dataset = self._datasets.get(name)

@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from ray_goodput.actors.shard_cache import UnknownDatasetError, cache_root
+from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.data.cache import NodeCache
 from ray_goodput.data.feed import FeedSpec
 from ray_goodput.data.mixture_feed import AnyFetchSpec
@@ -21,6 +22,7 @@ from ray_goodput.data.shard_fetcher import lost_again
 logger = logging.getLogger(__name__)
 
 _ADVANCE_EVERY_S = 0.2
+_COUNTS_EVERY_S = 5.0
 _OPEN_ATTEMPTS = 4
 _PAUSE_S = 0.2
 
@@ -59,6 +61,9 @@ class ActorShardSource:
         self._advanced: Any = None
         self._alone_until_mono_s = float("-inf")
         self._telling = threading.Lock()
+        self._of_node = DataCounts()
+        self._asked: Any = None
+        self._asked_mono_s = float("-inf")
         self._closed = False
 
     def open(self) -> ActorShardSource:
@@ -85,6 +90,18 @@ class ActorShardSource:
     def describe(self, data_shard: int) -> str:
         """The data shard by number and object, for messages."""
         return self._fetcher.title(data_shard)
+
+    def counts(self) -> DataCounts:
+        """Of this rank; what it fetched by itself, while the actor was away, too."""
+        stats = self._fetcher.cache.stats
+        return DataCounts(
+            hits=stats.hits, misses=stats.misses, disk_bytes=stats.opened_bytes, store_bytes=stats.fetched_bytes
+        )
+
+    @property
+    def node_counts(self) -> DataCounts:
+        """What the node's actor, in this life of it, and its pool have fetched for the run; some seconds old."""
+        return self._of_node
 
     def advance(self, samples_consumed: int) -> None:
         """The consumer is at that stream position. Costs microseconds; the actor is told a few times a second."""
@@ -130,8 +147,22 @@ class ActorShardSource:
             if not known and self._has_begun():
                 logger.debug("dataset %r: the cache actor has no feed for it; telling it", self._name)
                 self._begin()
+        self._ask_for_counts()
         self._told_mono_s = time.monotonic()
         self._advanced = self._actor.advance.remote(self._name, self._consumed, self._attempt)
+
+    def _ask_for_counts(self) -> None:
+        """Every few seconds, and never waiting: the answer is taken when it is there."""
+        if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
+            try:
+                of_node: Any = ray.get(self._asked)
+                self._of_node = of_node
+            except RayError as error:  # it died; its next life will be asked
+                logger.debug("dataset %r: no counts from the cache actor: %s", self._name, error)
+            self._asked = None
+        if self._asked is None and time.monotonic() - self._asked_mono_s >= _COUNTS_EVERY_S:
+            self._asked_mono_s = time.monotonic()
+            self._asked = self._actor.counts.remote()
 
     def _has_begun(self) -> bool:
         """False while the actor has not even answered the last `begin`."""

@@ -72,6 +72,7 @@ def render_page(view: RunView) -> str:
         scale=words.scale(view),
         state=words.state(view),
         next_step=words.next_step(view),
+        data=words.data_line(view),
         figures=_figures(view),
         waterfall=_waterfall(view),
         rows=rows,

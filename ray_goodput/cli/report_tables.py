@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ray_goodput.cli.plan_text import duration, lever_value
 from ray_goodput.cli.plan_text import next_step as planned_step
 from ray_goodput.core.buckets import Bucket
+from ray_goodput.core.data_flow import bottleneck
 from ray_goodput.goodput.report import DRIVER, RESIZED, AttemptReport, Incident
 from ray_goodput.goodput.run_view import RunView
 
@@ -77,6 +78,12 @@ def next_step(view: RunView) -> str:
     if view.advice is None:
         return f"no advice: {view.no_advice}"
     return f"{planned_step(view.advice)} (of {view.advice.inputs.days:g} days of the same job)"
+
+
+def data_line(view: RunView) -> str:
+    """Which part of the data plane holds training up, as a sentence; "" where nothing was read through it."""
+    found = bottleneck(view.data) if view.data is not None else None
+    return "" if found is None else found.reason
 
 
 def tables(view: RunView) -> list[TextTable]:

@@ -37,6 +37,7 @@ def render(view: RunView, width: int = 100, *, colour: bool = True, trouble: str
         Text(f"({AVAILABILITY})", style="dim"),
         Text(f"{view.name}: {words.scale(view)}; {words.state(view)}", style="dim"),
         Text.assemble(("next: ", "bold"), words.next_step(view)),
+        *([Text.assemble(("data: ", "bold"), words.data_line(view))] if words.data_line(view) else []),
         Text(trouble, style="yellow"),
         *_timeline(view, width, colour),
         *(part for table in words.tables(view) for part in _table(table)),
@@ -58,6 +59,8 @@ def markdown(view: RunView) -> str:
     if view.cost is not None:
         lines += ["", f"Cost (estimate): {words.money(view.cost.total)}, wasted {words.money(view.cost.wasted)}."]
     lines += ["", f"**Next:** {words.next_step(view)}"]
+    if data := words.data_line(view):
+        lines += ["", f"**Data:** {data}"]
     for table in words.tables(view):
         lines += ["", f"## {table.title}", ""]
         if not table.rows:

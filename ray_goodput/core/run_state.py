@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ray_goodput.core.hang import HangVerdict
@@ -65,3 +65,8 @@ class RunStatus:
     resumes: tuple[Resume, ...]
     saves_skipped: int = 0
     hang: HangVerdict | None = None
+
+
+def processes_of(workers: Iterable[WorkerInfo]) -> list[tuple[str, int]]:
+    """(node, pid) of each, sorted: the same for the same group of processes, whatever their ranks."""
+    return sorted((w.node_id, w.pid) for w in workers)

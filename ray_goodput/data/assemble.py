@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,8 +86,10 @@ class BatchBuilder:
         dp_world: int,
         max_open: int,
         describe: Callable[[int], str] = "Data shard {}".format,
+        misses: Callable[[], int] = int,
     ) -> None:
         self._order = order
+        self._misses = misses
         self._describe = describe
         self._table = table
         self._columns = columns
@@ -98,6 +101,7 @@ class BatchBuilder:
         self._mixture = order if isinstance(order, MixtureOrder) else None
         self._last_good: Any = None  # a result of `transform`, to pad with
         self.num_skipped = 0
+        self.network_s = self.disk_s = self.decode_s = 0.0
 
     def build(self, located: LocatedBatch) -> Batch:
         """The batch of this rank. A rank without samples gets a padding sample: weight 0, and no sample id.
@@ -111,6 +115,19 @@ class BatchBuilder:
 
         Both may raise, as `build` does.
         """
+        began, waited_s = time.perf_counter(), self.network_s
+        finish = self._begin(located)
+        self.disk_s += time.perf_counter() - began - (self.network_s - waited_s)
+
+        def finished() -> Batch:
+            began = time.perf_counter()
+            batch = finish()
+            self.decode_s += time.perf_counter() - began
+            return batch
+
+        return finished
+
+    def _begin(self, located: LocatedBatch) -> Callable[[], Batch]:
         batch, slots, data_shards, rows = located
         if not len(slots):
             # The batch's first sample, once more, counting nothing. Not an empty batch: the mean over no samples is
@@ -181,7 +198,7 @@ class BatchBuilder:
             return known
         while len(self._open) >= self._max_open:
             self._open.popitem(last=False)
-        columns = ShardColumns(self._table(data_shard), self._columns, title=self._describe(data_shard))
+        columns = ShardColumns(self._opened(data_shard), self._columns, title=self._describe(data_shard))
         self._open[data_shard] = columns
         return columns
 
@@ -195,6 +212,13 @@ class BatchBuilder:
             for i, slot in enumerate(mine.tolist()):
                 samples[slot] = {name: values[i] for name, values in gathered.items()}
         return samples
+
+    def _opened(self, data_shard: int) -> pa.Table:
+        began, misses = time.perf_counter(), self._misses()
+        table = self._table(data_shard)
+        if self._misses() > misses:
+            self.network_s += time.perf_counter() - began
+        return table
 
     def _gather(self, data_shards: Int64Array, rows: Int64Array) -> dict[str, NDArray[Any] | list[Any]]:
         """Each column's values in slot order."""

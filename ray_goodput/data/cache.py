@@ -47,7 +47,8 @@ _WRITE_ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counts of this process since it made its `NodeCache`. fetched_bytes: bytes that crossed the network."""
+    """Counts of this process since it made its `NodeCache`. fetched_bytes: that crossed the network;
+    opened_bytes: of cached files that were opened."""
 
     hits: int = 0
     misses: int = 0
@@ -55,6 +56,7 @@ class CacheStats:
     fetched_shards: int = 0
     evictions: int = 0
     corrupt: int = 0
+    opened_bytes: int = 0
 
     def __add__(self, other: CacheStats) -> CacheStats:
         return CacheStats(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
@@ -151,7 +153,7 @@ class NodeCache:
                 if not lock_within(fd, _OPEN_TIMEOUT_S, shared=True) or not is_linked(fd, path):
                     continue
                 shard = self._open_locked(fd, name)
-                self._count(hits=1)
+                self._count(hits=1, opened_bytes=shard.size_bytes)
                 return shard
             except (CorruptFileError, OSError) as error:
                 if is_linked(fd, path):

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from ray_goodput.config import environment
+from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.core.placement import AnyOrder
+from ray_goodput.data import governors
 from ray_goodput.data.cache import NodeCache
 from ray_goodput.data.feed import FeedSpec, next_uses
 from ray_goodput.data.lookahead import LookAhead
@@ -38,6 +40,7 @@ class LocalShardSource:
         self._fetcher = fetcher
         self._ahead = ahead
         self._mutex = threading.Lock()
+        self._requests_before = governors.request_counts()
         self._next = 0
         self._threads = [
             threading.Thread(target=self._prefetch, name=f"ray-goodput-prefetch-{i}", daemon=True)
@@ -61,6 +64,19 @@ class LocalShardSource:
     def describe(self, data_shard: int) -> str:
         """The data shard by number and object, for messages."""
         return self._fetcher.title(data_shard)
+
+    def counts(self) -> DataCounts:
+        """Of this process, whose threads fetch, too: requests of all its readers of data since this one began."""
+        stats, requests = self._fetcher.cache.stats, governors.request_counts() - self._requests_before
+        return DataCounts(
+            hits=stats.hits,
+            misses=stats.misses,
+            disk_bytes=stats.opened_bytes,
+            store_bytes=stats.fetched_bytes,
+            requests=requests.requests,
+            refused=requests.refused,
+            lost=requests.lost,
+        )
 
     def advance(self, samples_consumed: int) -> None:
         """The consumer is at that stream position; prefetching follows."""

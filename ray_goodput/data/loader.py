@@ -14,6 +14,7 @@ import pyarrow as pa
 import torch
 
 from ray_goodput.core.batches import BatchPlan
+from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.core.placement import AnyOrder, live_set
 from ray_goodput.data.assemble import BatchBuilder, Collate, located_batches
 from ray_goodput.data.batch import Batch
@@ -36,6 +37,10 @@ class ShardSource(Protocol):
 
     def describe(self, data_shard: int) -> str:
         """The data shard by number and object, for messages."""
+        ...
+
+    def counts(self) -> DataCounts:
+        """What it knows of: hits, misses, bytes, requests. Costs microseconds."""
         ...
 
     def advance(self, samples_consumed: int) -> None:
@@ -108,18 +113,39 @@ class BatchLoader:
             dp_world=dp_world,
             max_open=min(live + order.window, _MAX_OPEN_SHARDS),
             describe=source.describe,
+            misses=lambda: source.counts().misses,
         )
         self._changed = threading.Condition()
         self._ready: deque[Batch] = deque()
         self._error: BaseException | None = None
         self._finished = False
         self._closed = False
+        self._batches = 0
+        self._waited_s = 0.0
+        self._began_mono_s: float | None = None
+        self._ended_mono_s: float | None = None
         self._thread = threading.Thread(target=self._produce, name="ray-goodput-batches", daemon=True)
 
     @property
     def num_skipped(self) -> int:
         """Samples that `on_error="skip"` has left out so far, also in batches that are not delivered yet."""
         return self._builder.num_skipped
+
+    def counts(self) -> DataCounts:
+        """What it has done so far, and its source. Thread-safe; stands still once it is closed."""
+        with self._changed:
+            now = time.perf_counter() if self._ended_mono_s is None else self._ended_mono_s
+            own = DataCounts(
+                batches=self._batches,
+                waited_s=self._waited_s,
+                elapsed_s=0.0 if self._began_mono_s is None else now - self._began_mono_s,
+                network_s=self._builder.network_s,
+                disk_s=self._builder.disk_s,
+                decode_s=self._builder.decode_s,
+                ready=len(self._ready),
+                depth=0 if self._closed else self._depth,
+            )
+        return own + self._source.counts()
 
     def __iter__(self) -> BatchLoader:
         self._start()
@@ -146,6 +172,9 @@ class BatchLoader:
         if self._device is not None:
             batch = batch.to(self._device, non_blocking=True)
         batch.fetch_seconds = time.perf_counter() - began
+        with self._changed:
+            self._batches += 1
+            self._waited_s += batch.fetch_seconds
         return batch
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -154,6 +183,8 @@ class BatchLoader:
         with self._changed:
             first = not self._closed
             self._closed = True
+            if self._ended_mono_s is None:
+                self._ended_mono_s = time.perf_counter()
             self._ready.clear()
             self._changed.notify_all()
         if first:
@@ -176,6 +207,7 @@ class BatchLoader:
     def _start(self) -> None:
         with self._changed:
             if not self._closed and self._thread.ident is None:
+                self._began_mono_s = time.perf_counter()
                 self._thread.start()
 
     def _produce(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.goodput.alerts import BY_RUN, series
+from ray_goodput.goodput.metrics import RUN_LABELS
 
 UID = "ray-goodput"
 _WIDTH = 24
@@ -86,6 +87,26 @@ def dashboard() -> dict[str, Any]:
                 ),
             ),
         ),
+        (
+            8,
+            (
+                _graph(
+                    "Data: waiting, cached, ready",
+                    "percentunit",
+                    ("waiting for data", _now("goodput_data_stall_ratio")),
+                    ("shards cached when needed", _now("goodput_data_hit_ratio")),
+                    ("batches ready", _now("goodput_data_queue_ratio")),
+                ),
+                _graph("Data: what holds training up", "short", ("{{part}}", _by("part", "goodput_data_bottleneck"))),
+                _graph("Data: seconds on the way to batches", "s", ("{{part}}", _by("part", "goodput_data_seconds"))),
+                _graph(
+                    "Data: bytes and requests",
+                    "short",
+                    ("bytes from {{source}}", _by("source", "goodput_data_bytes")),
+                    ("requests: {{kind}}", _by("kind", "goodput_data_requests")),
+                ),
+            ),
+        ),
     )
     panels: list[dict[str, Any]] = []
     y = 0
@@ -152,6 +173,11 @@ def _now(name: str) -> str:
 
 def _total(name: str) -> str:
     return f"sum {BY_RUN} ({series(name)}{_SELECT}) or vector(0)"
+
+
+def _by(label: str, name: str) -> str:
+    """The newest values of a gauge with a label of its own."""
+    return f"max by ({', '.join((*RUN_LABELS, label))}) ({series(name)}{_SELECT})"
 
 
 def _change(name: str, window: str) -> str:

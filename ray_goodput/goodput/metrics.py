@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ray_goodput.core.budget import FailureKind
+from ray_goodput.core.data_flow import PARTS, DataCounts, bottleneck
 from ray_goodput.goodput.report import DRIVER, RESIZED, GoodputReport
 
 RUN_LABELS = ("ray_train_run_name", "ray_train_run_id")
@@ -77,13 +78,43 @@ METRICS = {
             text="Own computing time of the slowest rank over that of a usual one; 1 while none stands out.",
         ),
         Metric(name="goodput_steps_lost_total", kind="counter", text="Steps rolled back."),
+        Metric(name="goodput_data_stall_ratio", kind="gauge", text="Share of its time that the loop waited for data."),
+        Metric(name="goodput_data_hit_ratio", kind="gauge", text="Share of data shards cached when they were needed."),
+        Metric(name="goodput_data_queue_ratio", kind="gauge", text="Batches that lie ready, of those that may."),
+        Metric(
+            name="goodput_data_seconds",
+            kind="gauge",
+            text="Rank-seconds of this attempt by what they went into, on the way to batches.",
+            label="part",
+        ),
+        Metric(
+            name="goodput_data_bytes",
+            kind="gauge",
+            text="Bytes read in this attempt from the store and from cached files.",
+            label="source",
+        ),
+        Metric(
+            name="goodput_data_requests",
+            kind="gauge",
+            text="Requests to the store: all, those tried again, and those it refused.",
+            label="kind",
+        ),
+        Metric(
+            name="goodput_data_bottleneck",
+            kind="gauge",
+            text="1 for the part that limits the rate of steps: accelerator, network, disk or decode.",
+            label="part",
+        ),
     )
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """A run as of now. ranks: of the living worker group. commit_age_s: see `goodput_checkpoint_age_seconds`."""
+    """A run as of now. ranks: of the living worker group. commit_age_s: see `goodput_checkpoint_age_seconds`.
+
+    data: of all ranks of the newest attempt that has read through `run.batches`; None if none has.
+    """
 
     report: GoodputReport
     attempt: int
@@ -93,6 +124,7 @@ class RunFigures:
     commits: int
     saves_skipped: int
     commit_age_s: float
+    data: DataCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +165,22 @@ def samples(figures: RunFigures) -> Iterator[Sample]:
     kinds.update(i.kind for i in report.incidents)
     for kind, count in kinds.items():
         yield Sample(METRICS["goodput_incidents_total"], float(count), kind)
+    if figures.data is not None:
+        yield from _data_samples(figures.data)
+
+
+def _data_samples(counts: DataCounts) -> Iterator[Sample]:
+    yield Sample(METRICS["goodput_data_stall_ratio"], counts.stall_share)
+    yield Sample(METRICS["goodput_data_hit_ratio"], counts.hit_share)
+    yield Sample(METRICS["goodput_data_queue_ratio"], counts.ready / counts.depth if counts.depth else 0.0)
+    seconds = {"wait": counts.waited_s, "network": counts.network_s, "disk": counts.disk_s, "decode": counts.decode_s}
+    for part, value in seconds.items():
+        yield Sample(METRICS["goodput_data_seconds"], value, part)
+    for source, value in {"store": counts.store_bytes, "disk": counts.disk_bytes}.items():
+        yield Sample(METRICS["goodput_data_bytes"], float(value), source)
+    requests = {"all": counts.requests, "retried": counts.refused + counts.lost, "refused": counts.refused}
+    for kind, value in requests.items():
+        yield Sample(METRICS["goodput_data_requests"], float(value), kind)
+    found = bottleneck(counts)
+    for part in PARTS:
+        yield Sample(METRICS["goodput_data_bottleneck"], float(found is not None and found.part == part), part)

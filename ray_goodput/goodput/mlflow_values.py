@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray_goodput.core.buckets import Bucket
+from ray_goodput.core.data_flow import DataCounts, figures
 from ray_goodput.goodput.report import GoodputReport
 
 RUN_KEY_TAG = "ray_goodput.run_key"
@@ -50,8 +51,8 @@ def training_points(attempt: int, step: int, at_s: float, values: Mapping[str, f
     return Points(at_ms=int(at_s * 1000), step=step, values={**named, "train/attempt": float(attempt)}, attempt=attempt)
 
 
-def goodput_points(report: GoodputReport, at_s: float) -> Points:
-    """The report as metrics. Step: the newest one ever done, so that a rollback does not take it back.
+def goodput_points(report: GoodputReport, at_s: float, data: DataCounts | None = None) -> Points:
+    """The report as metrics, and `data/...`. Step: the newest one ever done, so that a rollback does not take it back.
 
     `fetch_seconds`: seconds that a rank has waited for batches, averaged over the target world.
     """
@@ -73,6 +74,8 @@ def goodput_points(report: GoodputReport, at_s: float) -> Points:
     }
     if report.durable_step is not None:
         values["goodput/durable_step"] = float(report.durable_step)
+    if data is not None:
+        values |= {f"data/{name}": value for name, value in figures(data).items()}
     values |= {f"goodput/bucket_seconds/{bucket}": seconds for bucket, seconds in report.buckets_s.items()}
     return Points(
         at_ms=int(at_s * 1000),

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.errors import ObjectNotFoundError, StorageError
+from ray_goodput.goodput.data_log import KEY as DATA_KEY
+from ray_goodput.goodput.data_log import data_from_bytes
 from ray_goodput.goodput.metrics_log import FOLDER as METRICS_FOLDER
 from ray_goodput.goodput.metrics_log import MetricsLog
 from ray_goodput.goodput.segments import current_lines
@@ -34,6 +37,7 @@ class RunFiles:
     uri: str
     lines: Sequence[bytes]
     metrics: tuple[MetricsLog, ...]
+    data: DataCounts | None = None
 
 
 class RunReader:
@@ -61,7 +65,7 @@ class RunReader:
             )
         self._segments = {key: self._segments[key] for key in keys}
         lines = current_lines([line for key in keys for line in self._segments[key]])
-        return RunFiles(self._store.uri, lines, tuple(self._metrics()))
+        return RunFiles(self._store.uri, lines, tuple(self._metrics()), self._data())
 
     def _fetch(self, keys: Sequence[str]) -> bool:
         """Get these segments; False if one has gone since they were listed: a newer whole one has replaced it."""
@@ -89,6 +93,15 @@ class RunReader:
             f"There is no ledger at {self._store.uri}: give the folder of a run, STORAGE_PATH/RUN, which has a folder "
             "named ledger from its first attempt on."
         )
+
+    def _data(self) -> DataCounts | None:
+        try:
+            return data_from_bytes(self._store.get(DATA_KEY))
+        except ObjectNotFoundError:
+            return None
+        except StorageError as error:  # the accounts do not need them
+            logger.warning("The data counts are left out: %s", error)
+            return None
 
     def _metrics(self) -> list[MetricsLog]:
         logs: list[MetricsLog] = []

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ray_goodput.core.buckets import Bucket
+from ray_goodput.core.data_flow import DataCounts, bottleneck, figures
 from ray_goodput.errors import ConfigError
 from ray_goodput.goodput.ledger import Ledger
 from ray_goodput.goodput.metrics_log import MetricsLog
@@ -82,6 +83,7 @@ class RunView:
     cost: Cost | None
     advice: Plan | None
     no_advice: str
+    data: DataCounts | None = None
 
     @property
     def name(self) -> str:
@@ -93,6 +95,9 @@ class RunView:
         body |= {"uri": self.uri, "as_of_s": self.as_of_s, "checkpoints": asdict(self.checkpoints)}
         body["cost"] = asdict(self.cost) if self.cost else None
         body["next"] = {"reason": self.no_advice}
+        body["data"] = None
+        if self.data is not None and (held_up_by := bottleneck(self.data)):
+            body["data"] = {**figures(self.data), "bottleneck": held_up_by.part, "reason": held_up_by.reason}
         if self.cost is not None:
             for incident in body["incidents"]:
                 incident["cost"] = incident["gpu_s"] / 3600.0 * self.cost.per_accelerator_hour
@@ -146,6 +151,7 @@ def view_run(files: RunFiles, *, cost_per_accelerator_hour: float | None = None,
         cost=_cost(report, cost_per_accelerator_hour),
         advice=advice,
         no_advice=no_advice,
+        data=files.data,
     )
 
 

@@ -14,7 +14,7 @@ from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.cursor import DataCursor, check
 from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.feed import FeedSpec
-from ray_goodput.data.loader import Batch, BatchLoader, ShardSource
+from ray_goodput.data.loader import Batch, BatchLoader
 from ray_goodput.data.mixture import AnyDataset
 from ray_goodput.errors import ConfigError
 from ray_goodput.goodput.recorder import Recorder
@@ -28,7 +28,7 @@ class DataFeed:
     """An open source and the loader over it; `close` ends both. `is_first`: of the ranks that read the same batches."""
 
     loader: BatchLoader
-    source: ShardSource
+    source: ActorShardSource
     cursor: DataCursor
     is_first: bool = True
 

@@ -60,7 +60,7 @@ class MlflowFeed:
         if not self._thread.is_alive():
             self._metrics()
         if end is not None:
-            self._sink.add([goodput_points(end.report, time.time())])
+            self._sink.add([goodput_points(end.report, time.time(), end.data)])
         self._sink.close(status, functools.partial(run_artifacts, self._store), timeout_s=_CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
@@ -82,9 +82,9 @@ class MlflowFeed:
             self._sink.add([training_points(row.attempt, row.step, row.at_s, row.values) for row in news.rows])
 
     def _goodput(self) -> None:
-        report = self._ask("goodput")
-        if report is not None and report.attempts:
-            self._sink.add([goodput_points(report, time.time())])
+        now = self._ask("figures")
+        if now is not None and now.report.attempts:
+            self._sink.add([goodput_points(now.report, time.time(), now.data)])
 
     def _ask(self, method: str, *args: Any) -> Any:
         try:

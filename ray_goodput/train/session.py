@@ -255,6 +255,7 @@ class Session:
         if not feed.is_first:
             self._unlogged.add(name)
         self._feeds.append(feed)
+        self._worker.data.opened(feed)
         return self._iterate(name, feed)
 
     def _iterate(self, name: str, feed: DataFeed) -> Iterator[Batch]:
@@ -277,6 +278,7 @@ class Session:
             self._feeds.remove(feed)
             if not self._feeds:
                 self._recorder.switch(Bucket.OTHER)  # until there are batches again, no step is owed
+            self._worker.data.closed(feed)
             feed.close()
 
     def evaluate_batches(

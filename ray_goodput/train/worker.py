@@ -31,6 +31,7 @@ from ray_goodput.goodput.journal import JournalPage, JournalWriter
 from ray_goodput.goodput.recorder import Recorder
 from ray_goodput.storage import open_store
 from ray_goodput.storage.protocol import ObjectStore
+from ray_goodput.train.data_tally import DataTally
 from ray_goodput.train.metrics import MetricsBuffer
 from ray_goodput.train.orders import RankOrders
 from ray_goodput.train.spec import TrainSpec
@@ -58,6 +59,7 @@ class WorkerContext:
     recorder: Recorder
     metrics: MetricsBuffer
     orders: RankOrders
+    data: DataTally
     stacks: StackFile
     clock: Clock = field(default_factory=SystemClock)
 
@@ -86,11 +88,12 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
     local_dir = environment().local_dir
     metrics = MetricsBuffer()
     orders = RankOrders(world.world_rank, infos)
+    data = DataTally(speaks_for_node=context.get_local_rank() == 0)
 
     def send(page: JournalPage) -> int | None:
         numbers = metrics.take()
         try:
-            answer: HeartbeatAnswer = coordinator.heartbeat(attempt, world.world_rank, page, numbers)
+            answer: HeartbeatAnswer = coordinator.heartbeat(attempt, world.world_rank, page, numbers, data.counts())
         except Exception:
             metrics.put_back(numbers)
             raise
@@ -132,6 +135,7 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
         recorder=recorder,
         metrics=metrics,
         orders=orders,
+        data=data,
         stacks=stacks,
     )
 

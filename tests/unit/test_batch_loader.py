@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.core.order import SampleOrder
 from ray_goodput.data.loader import Batch, BatchLoader
 from ray_goodput.errors import ConfigError, DataError, ShardReadError
@@ -25,6 +26,9 @@ class MemorySource:
         self.asked: list[int] = []
         self.positions: list[int] = []
         self.num_closed = 0
+
+    def counts(self) -> DataCounts:
+        return DataCounts()
 
     def describe(self, data_shard: int) -> str:
         return f"Data shard {data_shard}"
@@ -262,6 +266,9 @@ def test_closing_releases_a_consumer_and_a_producer_that_wait_for_a_shard() -> N
     entered, released = threading.Event(), threading.Event()
 
     class BlockedSource(MemorySource):
+        def counts(self) -> DataCounts:
+            return DataCounts()
+
         def describe(self, data_shard: int) -> str:
             return f"Data shard {data_shard}"
 
@@ -288,6 +295,9 @@ def test_closing_does_not_wait_longer_than_it_may_for_a_shard_that_never_comes()
     entered, released = threading.Event(), threading.Event()
 
     class DeafSource(MemorySource):
+        def counts(self) -> DataCounts:
+            return DataCounts()
+
         def describe(self, data_shard: int) -> str:
             return f"Data shard {data_shard}"
 

@@ -14,6 +14,7 @@ from ray_goodput.actors.spec import RunSpec
 from ray_goodput.config import CheckpointConfig, StoreSpec
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.cursor import DataCursor
+from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.core.order import SampleOrder
 from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.loader import BatchLoader
@@ -31,6 +32,9 @@ class Source:
     def __init__(self) -> None:
         self.num_closed = 0
         self.positions: list[int] = []
+
+    def counts(self) -> DataCounts:
+        return DataCounts()
 
     def describe(self, data_shard: int) -> str:
         return f"Data shard {data_shard}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ray_goodput.actors import metrics_export
 from ray_goodput.actors.metrics_export import MetricsExporter
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.budget import FailureKind
+from ray_goodput.core.data_flow import PARTS, DataCounts
 from ray_goodput.goodput.ledger import Ledger
 from ray_goodput.goodput.metrics import METRICS, RunFigures, samples
 
@@ -37,6 +39,9 @@ def figures(*, incidents: int = 1, commits: int = 3) -> RunFigures:
         commits=commits,
         saves_skipped=0,
         commit_age_s=12.0,
+        data=DataCounts(
+            batches=9, waited_s=2.0, elapsed_s=10.0, network_s=3.0, decode_s=1.0, refused=4, lost=1, requests=50
+        ),
     )
 
 
@@ -59,6 +64,8 @@ def test_every_metric_has_a_value_and_labels_are_bounded() -> None:
         "resized",
         *(b.label for b in Bucket),
         *(k.value for k in FailureKind),
+        *PARTS,
+        *("wait", "store", "disk", "all", "retried", "refused"),
     }
     assert len({(s.metric.name, s.label) for s in found}) == len(found)
 
@@ -72,6 +79,17 @@ def test_the_values_are_the_reports_own() -> None:
     buckets = {label: value for (name, label), value in found.items() if name == "goodput_rank_seconds"}
     assert buckets == f.report.buckets_s
     assert sum(buckets.values()) == pytest.approx(f.report.target_world * f.report.wall_s + f.report.imbalance_s)
+
+
+def test_the_data_planes_figures_are_told_once_a_rank_has_read_through_it() -> None:
+    f = figures()
+    found = {(s.metric.name, s.label): s.value for s in samples(f)}
+    assert found["goodput_data_stall_ratio", ""] == 0.2
+    assert found["goodput_data_seconds", "network"] == 3.0
+    assert found["goodput_data_requests", "retried"] == 5 and found["goodput_data_requests", "refused"] == 4
+    assert [part for part in PARTS if found["goodput_data_bottleneck", part]] == ["network"]
+    without = {s.metric.name for s in samples(replace(f, data=None))}
+    assert without and not any(name.startswith("goodput_data") for name in without)
 
 
 class Recorded:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 import transforming
+from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.core.order import SampleOrder
 from ray_goodput.data.loader import BatchLoader
 from ray_goodput.data.transforms import SampleTransforms
@@ -26,6 +27,9 @@ WORKERS = [("thread", 0), ("thread", 3), ("process", 2)]
 class Source:
     def __init__(self, broken: int = -1) -> None:
         self._broken = broken
+
+    def counts(self) -> DataCounts:
+        return DataCounts()
 
     def describe(self, data_shard: int) -> str:
         return f"Data shard {data_shard}"
