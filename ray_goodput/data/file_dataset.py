@@ -28,15 +28,30 @@ from ray_goodput.storage.protocol import ObjectStore
 
 _VERSION = 1
 _UNSET = -1
-_forked = False
+_client_ran = False  # when this process was about to fork
+_client_lost = False  # the threads of our faster client stayed behind in the process that this one was forked from
+
+
+def _before_fork() -> None:
+    global _client_ran
+    _client_ran = _client_runs()
 
 
 def _after_fork() -> None:
-    global _forked
-    _forked = True
+    global _client_lost
+    _client_lost = _client_lost or _client_ran
 
 
-os.register_at_fork(after_in_child=_after_fork)
+def _client_runs() -> bool:
+    """Whether anybody in this process has made a request through obstore: then its threads are there."""
+    try:
+        tasks = os.listdir("/proc/self/task")
+        return any(Path(f"/proc/self/task/{task}/comm").read_text().startswith("tokio") for task in tasks)
+    except OSError:  # no such folder, or a thread that just ended: as if it did
+        return True
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +147,8 @@ class FileDataset(IterableDataset[Any]):
         self._opened: tuple[int, ShardFetcher] | None = None
         self._led = False  # by a loader, which keeps the state
         self._done: tuple[int, int] | None = None  # epoch and position of an iteration without one
-        self.manifest = _list_files(_open_store(self._store), pattern or "**/*", uri)
+        # Listed by s3fs, so that workers forked from here can use the faster client: where it has run, they cannot.
+        self.manifest = _list_files(_open_store(self._store, fast=False), pattern or "**/*", uri)
         # Shared with the loader's workers, which may live for many epochs. Each reads it when it begins to iterate.
         self._shared = torch.full((5,), _UNSET, dtype=torch.int64).share_memory_()
         self._shared[:3] = torch.tensor([0, 0, 1])
@@ -289,9 +305,10 @@ def _list_files(store: ObjectStore, pattern: str, uri: str) -> Manifest:
     )
 
 
-def _open_store(spec: StoreSpec) -> ObjectStore:
-    """The fastest client that works here: obstore's threads do not exist in a forked process, where it would hang."""
-    if _forked and spec.uri.lower().startswith(("s3://", "s3a://")) and "filesystem" not in spec.options:
+def _open_store(spec: StoreSpec, *, fast: bool = True) -> ObjectStore:
+    """The fastest client that works here: obstore would hang in a process forked from one that has used it."""
+    is_s3 = spec.uri.lower().startswith(("s3://", "s3a://")) and "filesystem" not in spec.options
+    if is_s3 and (_client_lost or not fast):
         from ray_goodput.storage.fsspec_store import FsspecStore
 
         return FsspecStore(spec.uri, options=dict(spec.options), governor=governor_for(spec))

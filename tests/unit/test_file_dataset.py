@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -239,4 +241,29 @@ def test_a_bucket_is_read_by_forked_workers_after_this_process_has_used_its_clie
     assert sorted(i for batch in plain(loader) for i in batch) == list(range(9))
     store.delete([f"{i:02d}.bin" for i in range(9)])
     assert sorted(i for batch in plain(loader) for i in batch) == list(range(9))
-    assert not module._forked
+    assert not module._client_lost
+
+
+@pytest.mark.parametrize(("used_before", "client"), [(False, "CloudStore"), (True, "FsspecStore")])
+def test_forked_workers_read_by_the_fast_client_unless_it_has_run_where_they_come_from(
+    tmp_path: Path, juicefs_gateway: JuiceFSGateway, used_before: bool, client: str
+) -> None:
+    uri = f"{juicefs_gateway.uri}/file-dataset-{client}"
+    spec = StoreSpec(uri=uri, options=juicefs_gateway.storage_options)
+    for i in range(3):
+        open_store(spec).put(f"{i}.bin", bytes([i]))
+    script = f"""
+from ray_goodput.config import StoreSpec
+from ray_goodput.data.file_dataset import FileDataset
+from ray_goodput.data.torch_loader import DataLoader
+from ray_goodput.storage import open_store
+options = {spec.options!r}
+if {used_before}:
+    open_store(StoreSpec(uri={uri!r}, options=options)).get("0.bin")
+def client(file, rng):
+    return type(files._fetcher()._store).__name__ + str(len(file.data))
+files = FileDataset({uri!r}, read=client, storage_options=options, cache_dir={str(tmp_path)!r})
+print({{name for batch in DataLoader(files, 1, num_workers=1, multiprocessing_context="fork") for name in batch}})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    assert done.stdout.strip() == str({f"{client}1"}), done.stderr
