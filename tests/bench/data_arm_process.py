@@ -84,7 +84,6 @@ def main(arm: str, arguments: dict[str, Any]) -> None:
         AWS_ACCESS_KEY_ID=place.options["key"],
         AWS_SECRET_ACCESS_KEY=place.options["secret"],
         AWS_DEFAULT_REGION="us-east-1",
-        AWS_ALLOW_HTTP="true",  # for the client that litdata uses
     )
     say("ready")
     sys.stdin.readline()

@@ -213,6 +213,7 @@ def mosaic(place: Place) -> Epochs:
 
 def litdata(place: Place) -> Epochs:
     module = import_peer("litdata")
+    import_module("litdata.streaming.downloader")._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # the proxy has no TLS
     options = place.options
     data = module.StreamingDataset(
         place.uri,
