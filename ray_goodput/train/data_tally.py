@@ -49,5 +49,6 @@ class DataTally:
 
     def _note_node(self, feed: DataFeed) -> None:
         """All feeds of a node have one actor: the newest answer counts."""
-        if feed.source.node_counts != DataCounts():  # else no answer yet: a new feed has not asked
-            self._node = feed.source.node_counts
+        node = feed.node_counts()
+        if node != DataCounts():  # else no answer yet: a new feed has not asked
+            self._node = node

@@ -12,9 +12,10 @@ from ray_goodput.actors.shard_source import ActorShardSource
 from ray_goodput.actors.spec import RunSpec
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.cursor import DataCursor, check
+from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.feed import FeedSpec
-from ray_goodput.data.loader import Batch, BatchLoader
+from ray_goodput.data.loader import Batch, BatchLoader, ShardSource
 from ray_goodput.data.mixture import AnyDataset
 from ray_goodput.errors import ConfigError
 from ray_goodput.goodput.recorder import Recorder
@@ -25,12 +26,16 @@ from ray_goodput.train.worker import WorkerContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFeed:
-    """An open source and the loader over it; `close` ends both. `is_first`: of the ranks that read the same batches."""
+    """An open source and the loader over it; `close` ends both. `is_first`: of the ranks that read the same batches.
+
+    node_counts: what has been fetched for the whole node, as far as this rank knows.
+    """
 
     loader: BatchLoader
-    source: ActorShardSource
+    source: ShardSource
     cursor: DataCursor
     is_first: bool = True
+    node_counts: Callable[[], DataCounts] = DataCounts
 
     def close(self) -> None:
         self.loader.close()
@@ -82,7 +87,13 @@ def open_feed(
         dp_world=ranks.dp_world,
         device=ray.train.torch.get_device(),
     )
-    return DataFeed(loader=loader, source=source, cursor=start, is_first=ranks.is_first)
+    return DataFeed(
+        loader=loader,
+        source=source,
+        cursor=start,
+        is_first=ranks.is_first,
+        node_counts=lambda: source.node_counts,
+    )
 
 
 def whole_pass(name: str, dataset: AnyDataset) -> ShardedDataset:
