@@ -144,7 +144,7 @@ class GoodputScalingPolicy(ElasticScalingPolicy):
         if not pending and time.monotonic() - since_mono_s < self.scaling_config.elastic_resize_monitor_interval_s:
             return NoopDecision()
         self._latest_monitor_time = time.monotonic()
-        reserved = self._get_reserved_resources()
+        reserved = fresh_reserved_resources(self)  # Ray looks by itself only every 20 s
         if reserved is None:
             return NoopDecision()
         left_out = self._left_out(reserved)

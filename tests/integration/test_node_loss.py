@@ -31,14 +31,12 @@ def cluster() -> Iterator[DemoCluster]:
         cluster.close()
 
 
-def test_notices_lose_no_step_and_a_node_that_comes_is_taken_in_after_a_save(
+def test_a_sigterm_to_a_worker_and_the_drain_of_rank_0s_node_lose_no_step(
     cluster: DemoCluster, job: Callable[..., Job]
 ) -> None:
-    """A SIGTERM to a worker, the drain and end of rank 0's node, a new node: with a failure budget of 0, and no save
-    but those that are asked for."""
+    """With a failure budget of 0, and no save but those that the notices ask for."""
     run = job(
-        *("noticed", "--workers", "2:3", "--step-s", "1.5", "--brake", "--resize-s", "2"),
-        *("--max-failures", "0", "--every", "1000"),
+        *("noticed", "--workers", "2:3", "--step-s", "1", "--brake", "--max-failures", "0", "--every", "1000"),
     )
     os.kill(run.pid(1, 2), signal.SIGTERM)
     drained = run.pid(2, 0)
@@ -46,18 +44,30 @@ def test_notices_lose_no_step_and_a_node_that_comes_is_taken_in_after_a_save(
     run.pid(3, 0)  # the run goes on while the node still lives
     if psutil.pid_exists(drained):
         cluster.kill_node_of(drained)
-    cluster.add_node()
-    run.pid(4, 2)
     run.release_brake()
     finished = run.succeed()
     attempts = finished.outcome["goodput"]["attempts"]
-    assert [a["world"] for a in attempts] == [3, 3, 2, 3]
-    assert [a["outcome"] for a in attempts[:2]] == ["drain", "drain"] and attempts[3]["outcome"] == "finished"
+    assert [(a["world"], a["outcome"]) for a in attempts] == [(3, "drain"), (3, "drain"), (2, "finished")]
     resumed = [step for _, step, _ in finished.outcome["resumes"]]
-    assert resumed[1:3] == [attempts[0]["last_step"], attempts[1]["last_step"]], "a step was lost"
-    assert resumed[3] > resumed[2], "it grew without a save"
+    assert resumed == [0, attempts[0]["last_step"], attempts[1]["last_step"]], "a step was lost"
     found = finished.audit()
     assert (found.repeated, found.skipped) == (0, 0)
+
+
+def test_a_node_that_comes_is_taken_in_after_a_save(cluster: DemoCluster, job: Callable[..., Job]) -> None:
+    """Two nodes are left, and a third one comes; no save but the one that the growth asks for."""
+    run = job(
+        *("growing", "--workers", "2:3", "--step-s", "1.5", "--brake", "--resize-s", "2"),
+        *("--every", "1000", "--epochs", "6"),
+    )
+    run.pid(1, 0)
+    cluster.add_node()
+    run.pid(2, 2)
+    run.release_brake()
+    finished = run.succeed()
+    assert [a["world"] for a in finished.outcome["goodput"]["attempts"]] == [2, 3]
+    assert finished.outcome["resumes"][1][1] > 0, "it grew without a save"
+    assert finished.audit().repeated == finished.audit().skipped == 0
 
 
 def drain_node_of(pid: int, deadline_s: int, address: str) -> None:

@@ -41,7 +41,6 @@ class Cluster:
         )
         policy: Any = GoodputScalingPolicy(config, run_key="run", budget=FailureBudget(**budget))
         policy._maybe_send_resource_request = lambda: None
-        policy._get_reserved_resources = lambda: self.reserved
         policy._silent_nodes = lambda nodes: self.silent & set(nodes)
         policy._commit_age_s = lambda: self.commit_age_s
         policy._tell_to_save = self._save
