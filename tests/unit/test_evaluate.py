@@ -20,6 +20,7 @@ from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.loader import BatchLoader
 from ray_goodput.errors import ConfigError
 from ray_goodput.train import session as session_module
+from ray_goodput.train.data_tally import DataTally
 from ray_goodput.train.feed import DataFeed
 from ray_goodput.train.session import Session
 from ray_goodput.train.spec import TrainSpec
@@ -92,7 +93,13 @@ def make_session(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, *, batc
     monkeypatch.setattr(session_module, "open_feed", open_feed)
     clock = SimpleNamespace(mono_s=lambda: 0.0)
     worker: Any = SimpleNamespace(
-        world=World(rank, world, None), recorder=Spans(), metrics=None, clock=clock, attempt=1, coordinator=None
+        world=World(rank, world, None),
+        recorder=Spans(),
+        metrics=None,
+        data=DataTally(speaks_for_node=True),
+        clock=clock,
+        attempt=1,
+        coordinator=None,
     )
     run = RunSpec(run="r", store=StoreSpec(uri="/nowhere"), checkpoint=CheckpointConfig(), target_world=world)
     # A training option: an evaluation leaves nothing out.
