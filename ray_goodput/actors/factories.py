@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_goodput.actors.commit_age import CommitAge
 from ray_goodput.actors.coordinator import RunCoordinator
+from ray_goodput.actors.heap import give_back_large_blocks
 from ray_goodput.actors.lease import RunLease, this_process
 from ray_goodput.actors.metrics_export import MetricsExporter
 from ray_goodput.actors.metrics_tail import MetricsPage
@@ -144,6 +145,7 @@ class _VaultProcess(CheckpointVault):
 
     def __init__(self, spec: RunSpec, node_id: str) -> None:
         os.nice(_NICENESS)
+        give_back_large_blocks()
         try:
             psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
         except (OSError, psutil.Error, AttributeError) as error:

@@ -16,6 +16,7 @@ import obstore
 from obstore.store import S3Store
 
 from ray_goodput.actors.commits import CommitLog
+from ray_goodput.actors.heap import give_back_large_blocks
 from ray_goodput.actors.vault import CheckpointVault
 from ray_goodput.clock import SystemClock
 from ray_goodput.config import StoreSpec
@@ -50,6 +51,7 @@ class _Coordinator:
 def vault_main(spec: NodeSpec, inbox: Any, answers: list[Any]) -> None:
     """Persist each `StagedSlice` of `inbox`, and tell its rank when; "prune" prunes, None ends it."""
     os.nice(_NICENESS)
+    give_back_large_blocks()
     store = open_store(spec.store)
     log = CommitLog(run="bench", store=store, clock=SystemClock(), keep_last=1)
     log.open()
