@@ -42,7 +42,8 @@ class Agents:
         try:
             return ray.get(self.call(node, method, *args, **kwargs), timeout=_TIMEOUT_S)
         except ProcessLookupError as error:
-            raise RunError(f"What was to be struck on node {node} is gone already: {error}") from error
+            why = str(error).strip().splitlines()[-1]  # the rest is Ray's account of where it was raised
+            raise RunError(f"What was to be struck on node {node} is gone already ({why}).") from error
         except (RayError, TimeoutError) as error:
             self.forget(node)
             raise RunError(f"Node {node} cannot be reached ({type(error).__name__}).") from error
