@@ -86,7 +86,7 @@ class FaultInjector:
         wanted = 0 if fault.needs_gates or fault.step is None else fault.step
         while True:
             status = self._run.status()
-            if status is not None and status.workers and status.step >= wanted and _resumed(status):
+            if status is not None and status.step >= wanted and trains(status):
                 return status
             if time.monotonic() > deadline:
                 where = f"it is at step {status.step}" if status is not None else "its coordinator does not answer"
@@ -246,6 +246,11 @@ def _tell(fault: Fault, status: RunStatus, *, at_s: float, pid: int, node_id: st
     )
 
 
-def _resumed(status: RunStatus) -> bool:
-    """Whether the present attempt trains already."""
-    return any(r.attempt == status.attempt for r in status.resumes)
+def trains(status: RunStatus) -> bool:
+    """Whether the present attempt has begun its steps. Pure.
+
+    A coordinator that was killed knows the workers again, but not where attempts began.
+    """
+    if any(r.attempt == status.attempt for r in status.resumes):
+        return bool(status.workers)
+    return bool(status.workers) and not status.resumes and status.step > 0

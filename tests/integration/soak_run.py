@@ -16,6 +16,7 @@ from ray_goodput.cli.demo_cluster import DemoCluster
 from ray_goodput.errors import GoodputError
 from ray_goodput.gates import Action, Rule, rule_path
 from ray_goodput.testing import Fault, FaultInjector, Kind, LiveRun, Target, find_run, random_faults
+from ray_goodput.testing.injector import trains
 from running import Job, assert_books_balance
 
 NODES = 3
@@ -106,9 +107,7 @@ class Soak:
     def trains(self) -> Any:
         """The run's state once it has workers that train in their present attempt; None before."""
         status = self.run.status()
-        if status is None or not status.workers or not any(r.attempt == status.attempt for r in status.resumes):
-            return None
-        return status
+        return status if status is not None and trains(status) else None
 
     def wait_training(self, num_workers: int = 1) -> Any:
         deadline = time.monotonic() + PATIENCE_S

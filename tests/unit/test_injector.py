@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ray_goodput.actors.names import run_key
@@ -12,7 +14,7 @@ from ray_goodput.core.run_state import Resume, RunStatus, WorkerInfo
 from ray_goodput.errors import RunError
 from ray_goodput.gates import Action
 from ray_goodput.testing import Fault, FaultInjector, LiveRun, find_run
-from ray_goodput.testing.injector import gate_of
+from ray_goodput.testing.injector import gate_of, trains
 
 WORKERS = tuple(WorkerInfo(world_rank=r, pid=100 + r, node_id=f"n{r}", node_ip="127.0.0.1") for r in range(2))
 STATUS = RunStatus(
@@ -76,3 +78,17 @@ def test_a_run_is_found_by_its_name_and_only_where_it_is(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="2 runs are named 'llm 1'"):
         find_run("llm 1")
     assert find_run("llm 1", there).key == run_key("llm 1", there)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"workers": ()}, False),  # between two attempts
+        ({"attempt": 4}, False),  # it restores
+        ({"resumes": ()}, True),  # the coordinator was killed meanwhile
+        ({"resumes": (), "attempt": 1, "step": -1, "committed_step": -1}, False),  # a run that has just begun
+    ],
+)
+def test_a_run_trains_once_its_present_attempt_has_begun_its_steps(changes: dict, expected: bool) -> None:
+    assert trains(replace(STATUS, **changes)) is expected
