@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ray_goodput.actors.manifest_job import inspect_in_cluster
 from ray_goodput.core.cursor import DataCursor, check
 from ray_goodput.core.mixture import MixtureOrder
 from ray_goodput.core.order import SampleOrder
@@ -54,7 +55,7 @@ def check_dataset(
     """
     stored = _stored_manifest(store, name)
     same_place = stored is not None and stored.uri == dataset.manifest_uri and stored.format_name == dataset.format_id
-    manifest = stored if stored is not None and same_place else dataset.manifest()
+    manifest = stored if stored is not None and same_place else dataset.manifest(inspect=inspect_in_cluster)
     if not same_place and isinstance(dataset, ShardedDataset):
         num_shards = int(np.count_nonzero(manifest.rows))
         logger.info("Dataset %r: %s", name, supposed(dataset, num_shards).why)

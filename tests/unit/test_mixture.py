@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import ray_goodput as rg
+from ray_goodput.actors.shard_cache import ShardCache
 from ray_goodput.config import StoreSpec
+from ray_goodput.data.cache import NodeCache
+from ray_goodput.data.feed import FeedSpec
 from ray_goodput.data.mixture_manifest import MixtureManifest, read_manifest
 from ray_goodput.errors import ConfigError, DataError, DatasetMismatchError, ObjectChangedError
 from ray_goodput.storage import open_store
@@ -156,6 +160,27 @@ def test_rows_without_a_transform_must_have_the_same_columns(folders: Path) -> N
     alike = rg.Mixture({"web": web, "code": rg.ShardedDataset(code.uri_glob, columns=["id"], **both)})
     with alike.loader(cache_dir=folders / "cache") as loader:
         assert sum(len(batch["id"]) for batch in loader) == 130
+
+
+def test_the_nodes_cache_actor_prefetches_a_mixture_in_the_order_of_need(folders: Path) -> None:
+    mixed = mixture(folders)
+    manifest = mixed.manifest()
+    spec = pickle.loads(pickle.dumps(mixed.fetch_spec(manifest)))
+    cache = ShardCache(folders / "cache")
+    feed = FeedSpec(start=0, dp_ranks=(0, 1), dp_world=2, epochs=1)
+    assert cache.begin("train", spec, feed, attempt=1) == 1
+    fetcher = spec.fetcher(NodeCache(folders / "cache"))
+    order = mixed.order(manifest)
+    for start in range(0, order.num_samples, 8):
+        shards, rows = order.locate(np.arange(start, min(start + 8, order.num_samples)))
+        for shard, row in zip(shards.tolist(), rows.tolist(), strict=True):
+            while not fetcher.cache.contains(fetcher.name(shard)):  # the test's timeout bounds it
+                time.sleep(0.01)
+            [(name, own)] = mixed.of_samples(manifest, order.sample_ids(np.array([shard]), np.array([row])))
+            assert fetcher.table(shard)["id"][row].as_py() == own + (1000 if name == "code" else 0)
+        assert cache.advance("train", start + 8, 1)
+    assert cache.stats().counts.fetched_shards == 7  # the eighth has no rows
+    assert cache.close()
 
 
 def test_an_object_that_changed_is_named(folders: Path) -> None:
