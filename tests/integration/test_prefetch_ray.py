@@ -20,6 +20,7 @@ import pytest
 import ray
 from ray import cloudpickle
 
+from ray_goodput.actors import manifest_job
 from ray_goodput.actors.shard_cache import shard_cache_actor
 from ray_goodput.actors.shard_source import ActorShardSource
 from ray_goodput.config import StoreSpec
@@ -29,6 +30,7 @@ from ray_goodput.data.cache import NodeCache
 from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.feed import FeedSpec, FetchSpec
 from ray_goodput.data.formats import ShardFormat
+from ray_goodput.data.listing import Listing
 from ray_goodput.data.lookahead import first_needs
 from ray_goodput.data.manifest import Manifest
 from ray_goodput.data.shard_fetcher import ShardFetcher
@@ -242,6 +244,21 @@ def test_shards_are_transformed_once_each_in_tasks_and_written_by_the_nodes_own_
     assert {int(pid) for _, pid in lines} == {pid for _, pid in setup.downloads()}
     assert setup.actor_pid() not in {pid for _, pid in setup.downloads()}
     ray.kill(hog)
+
+
+def test_a_ray_data_job_makes_the_same_manifest_as_threads_and_names_a_bad_file(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(manifest_job, "WORTH_IT", SHARDS)
+    monkeypatch.setattr(manifest_job, "_OBJECTS_PER_TASK", 7)
+    dataset = ShardedDataset(f"{setup.spec.store.uri}/*.parquet", global_batch_size=BATCH)
+    assert manifest_job.inspect_in_cluster(dataset.store_spec, Listing.of([]), dataset.shard_format()) is None
+    made = dataset.manifest(inspect=manifest_job.inspect_in_cluster)
+    assert made.to_bytes() == dataset.manifest().to_bytes()
+    assert "threads do it" not in caplog.text
+    (Path(setup.spec.store.uri) / "part-09.parquet").write_bytes(b"PAR1 but no more")
+    with pytest.raises(ShardReadError, match=r"part-09\.parquet is no readable parquet"):
+        dataset.manifest(inspect=manifest_job.inspect_in_cluster)
 
 
 def test_a_worker_whose_actor_is_gone_for_good_fetches_by_itself_and_errors_come_out_as_themselves(
