@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ray_goodput.data.torch_loader import DataLoader as DataLoader
     from ray_goodput.errors import GoodputError as GoodputError
     from ray_goodput.train.checkpointer import Checkpointer as Checkpointer
-    from ray_goodput.train.session import session as session
+    from ray_goodput.train.entry import session as session
     from ray_goodput.train.trainer import GoodputTrainer as GoodputTrainer
 
 __version__ = "0.1.0"
@@ -54,7 +54,7 @@ _HOME = {
     "TokenFormat": "ray_goodput.data.formats",
     "WatchdogConfig": "ray_goodput.config",
     "latest_complete": "ray_goodput.checkpoint.folders",
-    "session": "ray_goodput.train.session",
+    "session": "ray_goodput.train.entry",
 }
 
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll] (names are resolved on first use)

@@ -1,4 +1,4 @@
-"""What a train loop talks to: `rg.session()` inside a worker of a `GoodputTrainer`.
+"""What a train loop talks to: what `rg.session()` gives inside a worker of a `GoodputTrainer`.
 
 One session an attempt and process. All public methods are collective in the sense of training: every rank calls them in
 the same order, on the training thread.
@@ -6,95 +6,32 @@ the same order, on the training thread.
 
 from __future__ import annotations
 
-import logging
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-import ray_goodput
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.cursor import DataCursor
 from ray_goodput.core.drain import commit_wait_s, farewell, merged
 from ray_goodput.core.tiers import SaveTier
 from ray_goodput.data.loader import Batch
 from ray_goodput.data.mixture import AnyDataset
-from ray_goodput.data.waits import observe_waits
 from ray_goodput.errors import ConfigError, DrainedError, FencedError, SessionError, StagingFullError
 from ray_goodput.gates import gate
-from ray_goodput.train import ray_compat, reproducible, sigterm
+from ray_goodput.train import reproducible, sigterm
 from ray_goodput.train.batch_weight import BatchWeight
 from ray_goodput.train.decide import decide, raise_if_too_old
-from ray_goodput.train.failures import note_step
 from ray_goodput.train.feed import DataFeed, evaluated, open_feed, whole_pass
 from ray_goodput.train.own_time import OwnTime
 from ray_goodput.train.restorer import Restored, restore_newest
 from ray_goodput.train.sample_log import SampleLog
 from ray_goodput.train.saver import Saver
 from ray_goodput.train.spec import TrainSpec
-from ray_goodput.train.worker import WorkerContext, open_worker
+from ray_goodput.train.worker import WorkerContext
 from ray_goodput.train.world import ControlWord
-
-logger = logging.getLogger(__name__)
-
-_current: Session | None = None
-
-
-def session() -> Session:
-    """The session of this training process.
-
-    Raises:
-        SessionError: outside the train loop of a `GoodputTrainer`.
-    """
-    if _current is None:
-        where = (
-            "this Ray Train worker was started by another trainer"
-            if ray_compat.in_train_worker()
-            else "this process is not a training worker"
-        )
-        raise SessionError(
-            f"rg.session() works inside the train loop of a GoodputTrainer, and {where}: "
-            "call it in the function you pass to GoodputTrainer, or use rg.ShardedDataset(...).loader() alone."
-        )
-    return _current
-
-
-def run_packed(version: str, packed: bytes, train_loop: Callable[[], Any]) -> Any:
-    """`run_in_session` with the spec that a driver of `version` packed.
-
-    Raises:
-        ConfigError: this worker has another version than the driver.
-    """
-    if version != ray_goodput.__version__:
-        raise ConfigError(
-            f"The driver runs ray_goodput {version}, and this worker (node {ray_compat.node_ip()}) has "
-            f"{ray_goodput.__version__}: install the same version on every node, or ship it with the job "
-            f'(runtime_env={{"pip": ["ray_goodput=={version}"]}}).'
-        )
-    return run_in_session(pickle.loads(packed), train_loop)
-
-
-def run_in_session(spec: TrainSpec, train_loop: Callable[[], Any]) -> Any:
-    """Enter the user's loop with a session around it; the last state is saved and committed when it returns."""
-    global _current
-    worker = open_worker(spec)
-    _current = current = Session(spec, worker)
-    observe_waits(lambda: worker.recorder.span(Bucket.DATA_WAIT))
-    try:
-        value = train_loop()
-        current.close()
-        return value
-    except Exception as error:
-        note_step(error, current.step_index)
-        raise
-    finally:
-        _current = None
-        sigterm.listen(False)
-        observe_waits(None)
-        worker.close()
 
 
 class Session:

@@ -36,11 +36,11 @@ from ray_goodput.storage import open_store
 from ray_goodput.train.callbacks import GoodputCallback, SigtermCallback
 from ray_goodput.train.datasets import CheckedDataset, check_dataset, write_dataset
 from ray_goodput.train.drain import EXIT_CODE_DRAINED, DrainOnSigterm
+from ray_goodput.train.entry import run_packed
 from ray_goodput.train.mlflow_feed import MlflowFeed
 from ray_goodput.train.policies import ProgressFailurePolicy
 from ray_goodput.train.ray_compat import TrainingFailedError, goodput_error_in
 from ray_goodput.train.scaling import GoodputScalingPolicy
-from ray_goodput.train.session import run_packed
 from ray_goodput.train.spec import TrainSpec
 from ray_goodput.train.storage_path import probe_storage, resolve_storage
 

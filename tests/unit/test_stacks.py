@@ -7,7 +7,7 @@ from ray_goodput.core.stacks import training_frames, who_waits
 
 def stack(*innermost: str) -> str:
     """A training thread with these frames on top, beside a thread that has nothing to do with it."""
-    frames = [*innermost, "/home/me/train.py:40 train_loop", "/site/ray_goodput/train/session.py:66 run_in_session"]
+    frames = [*innermost, "/home/me/train.py:40 train_loop", "/site/ray_goodput/train/entry.py:66 run_in_session"]
     lines = []
     for frame in frames:
         place, _, function = frame.partition(" ")
