@@ -20,7 +20,7 @@ from ray_goodput.train.trainer import _in_session
 
 
 def test_a_worker_of_another_version_says_so_before_it_reads_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "ray_compat", SimpleNamespace(node_ip=lambda: "10.0.0.7"))
+    monkeypatch.setattr(entry, "ray_compat", SimpleNamespace(node_ip=lambda: "10.0.0.7"))
     with pytest.raises(ConfigError) as raised:
         entry.run_packed("0.0.7", b"no pickle at all", lambda: None)
     message = str(raised.value)
