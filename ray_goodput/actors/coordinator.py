@@ -140,7 +140,7 @@ class RunCoordinator:
             self._attempt += 1
             self._workers = workers
             attempt = self._attempt
-        self.watch.begin(attempt, workers)
+            self.watch.begin(attempt, workers)
         self._ledger.attempt_started(attempt, len(workers))
         return attempt
 
@@ -150,8 +150,7 @@ class RunCoordinator:
             if self._workers or self._attempt < 1:
                 return
             self._workers = tuple(workers)
-            attempt = self._attempt
-        self.watch.begin(attempt, workers)
+            self.watch.begin(self._attempt, workers)
 
     def join_attempt(self, workers: Sequence[WorkerInfo]) -> int:
         """The attempt these processes belong to, from rank 0; a new one if the controller could not announce them."""
@@ -208,7 +207,7 @@ class RunCoordinator:
         with self._lock:
             attempt = self._attempt
             self._gave_up = None if retry else reason
-        self.watch.end()
+        self.watch.explained()
         self._ledger.attempt_ended(attempt, kind, ranks=ranks, reason=message)
 
     def group_down(self) -> None:
@@ -389,7 +388,11 @@ class RunCoordinator:
     def _heard_of(self, attempt: int) -> None:
         """No later attempt gets this number, even if an earlier life of this actor could not note it down."""
         with self._lock:
-            self._attempt = max(self._attempt, attempt)
+            if attempt <= self._attempt:
+                return
+            self._attempt = attempt
+            if self._workers:  # the controller told of them before one of them could say which attempt they are
+                self.watch.begin(attempt, self._workers)
 
     def _write_books(self) -> None:
         """Now and then, and soon after what a new driver should know if this one dies."""

@@ -183,8 +183,10 @@ class RunLease:
         return True
 
     def renew(self) -> None:
-        """Write the next beat, if it is still ours."""
+        """Write the next beat, if it is still ours and not released."""
         with self._lock:
+            if self._stop.is_set():
+                return
             self.check()
             self._mine = replace(self._mine, beat=self._mine.beat + 1)
             self._write(self._mine)

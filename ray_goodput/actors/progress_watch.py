@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 class ProgressWatch:
     """The progress board of the current attempt, and the attempt's hang if there is one.
 
-    A hang is remembered until its attempt is replaced: the failure that follows is its consequence.
+    A hang is remembered until a failure was explained by it, or its attempt is replaced: the failure that follows is
+    its consequence, one after that (of a start that finds no room) is not.
     """
 
     def __init__(self, clock: Clock, config: WatchdogConfig) -> None:
@@ -43,6 +44,11 @@ class ProgressWatch:
         """The attempt is over: nobody owes a step."""
         with self._lock:
             self._ended = True
+
+    def explained(self) -> None:
+        """The attempt has failed, and it is known why."""
+        with self._lock:
+            self._hang, self._ended = None, True
 
     def take(self, page: JournalPage) -> None:
         with self._lock:
@@ -85,7 +91,7 @@ class ProgressWatch:
             return self._board.reached
 
     def hang_now(self) -> HangVerdict | None:
-        """Why the current attempt hung, if it did."""
+        """Why the current attempt hung, if it did and its failure has yet to be explained."""
         with self._lock:
             return self._hang
 

@@ -29,6 +29,7 @@ class _Rank:
     stepped: bool = False
     done_ns: int | None = None
     closed: bool = False
+    left_out: bool = False
 
 
 class ProgressBoard:
@@ -75,9 +76,9 @@ class ProgressBoard:
             rank.began_s = now_s - (max(0, page.heartbeat_ns - now.start_ns) / 1e9 if now is not None else 0.0)
 
     def leave_out(self, world_rank: int) -> None:
-        """Nothing more is to be had from this rank's journal."""
+        """Nothing more is to be had from this rank's journal; its heartbeats go on, with the same page each time."""
         if world_rank in self._ranks:
-            self._ranks[world_rank].closed = True
+            self._ranks[world_rank].left_out = True
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         return tuple(rank.info for rank in self._ranks.values())
@@ -94,7 +95,7 @@ class ProgressBoard:
                 bucket=rank.bucket,
                 step=rank.step,
                 stepped=rank.stepped,
-                closed=rank.closed,
+                closed=rank.closed or rank.left_out,
             )
             for world_rank, rank in sorted(self._ranks.items())
         )

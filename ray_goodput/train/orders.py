@@ -36,7 +36,9 @@ class RankOrders:
             self._notice = notice_of_nodes(answer.draining, self._workers) if answer.draining else None
             self._heard_mono_s = time.monotonic()
             # The first answer only tells where the counting stands; a restarted coordinator counts from 0 again.
-            self._save = self._save or (self._save_number is not None and answer.save_number > self._save_number)
+            wanted = self._save_number is not None and answer.save_number > self._save_number
+            # Rank 0 alone: ranks hear of it at different steps, and each would have all ranks save once more.
+            self._save = self._save or (wanted and self._world_rank == 0)
             self._save_number = answer.save_number
             self.taken_over = answer.taken_over
             self.stop_reason = self.stop_reason or answer.stop_reason
@@ -52,7 +54,7 @@ class RankOrders:
         return self._notice is not None or sigterm.received()
 
     def take_save(self) -> bool:
-        """Whether a save was asked for since the last call."""
+        """Whether a save was asked for since the last call; only rank 0 says so."""
         if not self._save:
             return False
         with self._lock:

@@ -11,6 +11,7 @@ import pytest
 from journal_pages import page
 from ray_goodput.actors.coordinator import RunCoordinator
 from ray_goodput.clock import ManualClock
+from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.commit import CheckpointId, LandedSlice, StagedSlice
 from ray_goodput.core.hang import HangVerdict
 from ray_goodput.core.run_state import Resume, WorkerInfo
@@ -149,7 +150,23 @@ def test_a_coordinator_that_was_restarted_learns_the_living_processes_without_a_
     assert second.group_allocated(workers(2)) == 2
 
 
-def test_a_hang_is_told_with_the_runs_status_until_the_next_attempt_begins(tmp_path: Path, lives: ExitStack) -> None:
+def test_a_restarted_coordinator_whose_books_lack_the_attempt_watches_it_by_its_own_number(
+    tmp_path: Path, lives: ExitStack
+) -> None:
+    second = coordinator(LocalStore(tmp_path), lives)
+    second.open()
+    second.group_allocated(workers(0))
+    third = coordinator(LocalStore(tmp_path), lives)  # attempt 2 began meanwhile, and could not be written down
+    third.open()
+    third.group_lives(workers(1))
+    third.heartbeat(2, 0, page(2, 0, [], open_for=(Bucket.STARTUP, 5, -1)), [])
+    observed = third.watch.observed()
+    assert observed is not None
+    attempt, [sight], _ = observed
+    assert (attempt, sight.bucket) == (2, Bucket.STARTUP), "its heartbeats would count for nothing: it would be killed"
+
+
+def test_a_hang_is_told_with_the_runs_status_until_its_failure_was_noted(tmp_path: Path, lives: ExitStack) -> None:
     one = coordinator(LocalStore(tmp_path), lives)
     one.open()
     one.group_allocated(workers(1))
@@ -162,5 +179,6 @@ def test_a_hang_is_told_with_the_runs_status_until_the_next_attempt_begins(tmp_p
     [incident] = one.goodput().incidents
     assert (incident.kind, incident.reason, incident.ranks) == ("hang", "Hung: rank 0 is stopped", (0,))
     assert one.stuck_ranks() == (), "it is over"
+    assert one.status().hang is None, "a start that fails next is no hang, and does not count"
     one.group_allocated(workers(2))
     assert one.status().hang is None

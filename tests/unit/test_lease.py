@@ -153,6 +153,15 @@ def test_two_that_wait_do_not_both_go_on(store: LocalStore) -> None:
         second.take()
 
 
+def test_a_renewal_that_comes_after_the_release_does_not_take_the_run_again(store: LocalStore) -> None:
+    one, two = Driver(store, "one"), Driver(store, "two")
+    one.take()
+    one.lease.release()
+    one.lease.renew()  # of the thread that had begun it before
+    two.meanwhile = lambda: pytest.fail("waited for a run that has ended")
+    two.take()
+
+
 def test_a_driver_that_wakes_up_after_its_run_was_taken_is_told_once_and_takes_nothing_back(store: LocalStore) -> None:
     first, second = Driver(store, "a"), Driver(store, "b")
     first.take()

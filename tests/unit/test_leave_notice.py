@@ -87,6 +87,18 @@ def test_a_save_that_was_asked_for_is_made_once_also_over_a_restart_of_the_coord
     assert rank.take_save()
 
 
+def test_one_wish_for_a_save_makes_one_save_though_ranks_hear_of_it_at_different_steps() -> None:
+    orders, ranks = RunOrders(ManualClock()), [RankOrders(r, WORKERS) for r in range(4)]
+    for rank in ranks:
+        rank.hear(orders.answer(0))
+    orders.save_soon()
+    saves = 0
+    for rank in ranks:  # one hears at each step
+        rank.hear(orders.answer(0))
+        saves += any([r.take_save() for r in ranks])
+    assert saves == 1
+
+
 def test_the_end_of_the_run_is_not_forgotten_by_a_restarted_coordinator() -> None:
     orders, rank = RunOrders(ManualClock()), RankOrders(0, WORKERS)
     orders.end_run()

@@ -76,3 +76,10 @@ def test_a_closed_journal_and_one_that_is_left_out_are_not_judged_any_more() -> 
     seen.take(page(1, 0, START, closed=True), 110.0)
     seen.leave_out(1)
     assert [s.closed for s in seen.sights(200.0)] == [True, True]
+
+
+def test_pages_of_a_journal_that_stands_still_since_it_cannot_be_written_bring_nobody_back() -> None:
+    seen = board()
+    seen.leave_out(1)
+    seen.take(page(1, 1, START, open_for=(B.STEP, 500, 1)), 700.0)
+    assert seen.sights(700.0)[1].closed, "its record seems to last for ever: it would be killed as hung"
