@@ -161,22 +161,30 @@ class RunCoordinator:
         self._ledger.rank_hello(attempt, world_rank, elapsed_s)
 
     def heartbeat(
-        self, attempt: int, world_rank: int, page: JournalPage, metrics: MetricsPage, data: DataCounts | None = None
+        self,
+        attempt: int,
+        world_rank: int,
+        page: JournalPage | None,
+        metrics: MetricsPage,
+        data: DataCounts | None = None,
     ) -> HeartbeatAnswer:
-        """Time a rank spent since its last heartbeat; `data`: what it has counted so far."""
+        """Time a rank spent since its last heartbeat; `data`: what it has counted so far.
+
+        No page: its journal cannot be written any more, and from now on its silence means nothing.
+        """
         self._heard_of(attempt)
         with self._lock:
             replaced = attempt < self._attempt
             if attempt == self._attempt:
                 self._step = max(self._step, *(step for step, _ in metrics), -1)
-        self.watch.take(page)
+        if page is not None:
+            self.watch.take(page)
+        else:
+            self.watch.leave_out(attempt, world_rank)
         self._metrics.add(attempt, metrics, world_rank, data)
         too_old = self._age.stop_reason(committed_step=self.committed_step(), step=self._step)
-        return self._orders.answer(self._ledger.add_page(page), replaced=replaced, stop_reason=too_old)
-
-    def unwatched(self, attempt: int, world_rank: int) -> None:
-        """A rank's journal cannot be written any more: from now on its silence means nothing."""
-        self.watch.leave_out(attempt, world_rank)
+        next_record = self._ledger.add_page(page) if page is not None else 0
+        return self._orders.answer(next_record, replaced=replaced, stop_reason=too_old)
 
     def hang_found(self, attempt: int) -> None:
         """The attempt hangs; its ranks' time since their last progress was lost to it."""

@@ -120,7 +120,7 @@ class _CoordinatorProcess(RunCoordinator):
         self,
         attempt: int,
         world_rank: int,
-        page: JournalPage,
+        page: JournalPage | None,
         metrics: MetricsPage,
         data: DataCounts | None = None,
     ) -> HeartbeatAnswer:

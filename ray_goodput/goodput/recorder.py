@@ -30,7 +30,8 @@ class Recorder:
     `switch` sets the base bucket; a `span` overrides it until it ends, the innermost one counting. All methods may be
     called from any thread, but there is one timeline a rank: call them for what the training thread does.
 
-    on_give_up: told when the journal cannot be written any more, so that its silence is not taken for the rank's.
+    on_give_up: called in place of `send`, as often, once the journal cannot be written any more and what it holds is
+        delivered: the receiver must not take its silence for the rank's, and may have orders. As `send`, it may raise.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Recorder:
         self._page_records = page_records
         self._lock = threading.Lock()
         self._live = False
+        self._gave_up = False
         self._base = Bucket.STARTUP
         self._bucket = Bucket.STARTUP  # of the open record
         self._spans: list[_Span] = []
@@ -71,9 +73,9 @@ class Recorder:
                 self._live = True
         except Exception as error:  # a full or read-only disk must not keep training from starting
             self._give_up(error)
-            return
         if threads:
-            self._threads.append(threading.Thread(target=self._beat_loop, name="goodput-heartbeat", daemon=True))
+            if self._live:
+                self._threads.append(threading.Thread(target=self._beat_loop, name="goodput-heartbeat", daemon=True))
             if self._send is not None:  # its own thread: a receiver that hangs must not stop the heartbeat
                 self._threads.append(threading.Thread(target=self._send_loop, name="goodput-sender", daemon=True))
             for thread in self._threads:
@@ -142,6 +144,11 @@ class Recorder:
             if self._send is None:
                 return True
             try:
+                if self._gave_up and self._sent >= self._writer.next_record:
+                    if self._on_give_up is not None:
+                        self._on_give_up()
+                    self._send_failed = False
+                    return True
                 rewinds = 0
                 while rewinds <= 2:  # a receiver that keeps asking for old records must wait for the next beat
                     page = self._writer.read(self._sent, self._page_records)
@@ -206,17 +213,12 @@ class Recorder:
         return int(self._mono_s() * 1e9)
 
     def _give_up(self, error: Exception) -> None:
-        self._live = False
+        self._live, self._gave_up = False, True
         logger.warning(
             "The goodput journal %s cannot be written (%r). Training goes on; this rank's time will be unknown.",
             self._writer.path,
             error,
         )
-        if self._on_give_up is not None:
-            try:
-                self._on_give_up()
-            except Exception as told:  # never into training
-                logger.warning("Nobody could be told that this rank's time is unknown from now on: %r", told)
 
     def _beat_loop(self) -> None:
         while not self._stop.wait(self._heartbeat_s):

@@ -90,7 +90,7 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
     orders = RankOrders(world.world_rank, infos)
     data = DataTally(speaks_for_node=context.get_local_rank() == 0)
 
-    def send(page: JournalPage) -> int | None:
+    def beat(page: JournalPage | None) -> int | None:
         numbers = metrics.take()
         try:
             answer: HeartbeatAnswer = coordinator.heartbeat(attempt, world.world_rank, page, numbers, data.counts())
@@ -112,8 +112,8 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
     recorder = Recorder(
         writer,
         SystemClock(),
-        send=send,
-        on_give_up=lambda: coordinator.handle.unwatched.remote(attempt, world.world_rank),
+        send=beat,
+        on_give_up=lambda: beat(None),
     )
     stacks = StackFile(stacks_path(journals_dir(local_dir, key), attempt, world.world_rank))
     stacks.open()

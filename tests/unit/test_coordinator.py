@@ -166,6 +166,24 @@ def test_a_restarted_coordinator_whose_books_lack_the_attempt_watches_it_by_its_
     assert (attempt, sight.bucket) == (2, Bucket.STARTUP), "its heartbeats would count for nothing: it would be killed"
 
 
+def test_a_rank_without_a_journal_is_told_the_runs_orders_and_judged_by_no_life_of_the_coordinator(
+    tmp_path: Path, lives: ExitStack
+) -> None:
+    store = LocalStore(tmp_path)
+    first = coordinator(store, lives)
+    first.open()
+    first.group_allocated(workers(1))
+    second = coordinator(store, lives)
+    second.open()
+    second.group_lives(workers(1))
+    for one in (first, second):
+        one.request_drain()
+        assert one.heartbeat(1, 0, None, [(3, {"loss": 0.5})]).drain
+        observed = one.watch.observed()
+        assert observed is not None and observed[1][0].closed
+        assert one.status().step == 3
+
+
 def test_a_hang_is_told_with_the_runs_status_until_its_failure_was_noted(tmp_path: Path, lives: ExitStack) -> None:
     one = coordinator(LocalStore(tmp_path), lives)
     one.open()

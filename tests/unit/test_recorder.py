@@ -208,6 +208,25 @@ def test_a_disk_that_fails_at_the_start_never_reaches_training(
     assert [r.levelname for r in caplog.records] == ["WARNING"]
 
 
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_rank_without_a_journal_still_says_that_it_is_there_at_each_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: bool
+) -> None:
+    pages: list[JournalPage] = []
+    there: list[int] = []
+    if not opened:
+        (tmp_path / "file").write_text("a file where a folder must be")
+    writer = JournalWriter(tmp_path / "file" / "j", run="r", attempt=0, world_rank=0, node="n")
+    rec = Recorder(writer, ManualClock(), send=pages.append, on_give_up=lambda: there.append(1))
+    rec.start(threads=False)
+    monkeypatch.setattr(JournalWriter, "roll", failing)
+    rec.step_done(1)
+    assert not there, "never on the training thread: it may wait for the receiver"
+    assert all(rec.deliver() for _ in range(3))
+    assert len(there) == 3 and not pages
+    rec.close()
+
+
 def failing(*_: object, **__: object) -> None:
     raise OSError("the disk went away")
 
