@@ -132,7 +132,7 @@ def _stacks(processes: dict[int, tuple[int, Path]]) -> dict[int, str]:
     for rank, (pid, path) in processes.items():
         if process_state(pid) in (*_GONE, "T", "t") or not _catches(pid, STACK_SIGNAL) or not path.exists():
             continue
-        size = path.stat().st_size
+        size = _size(path)
         with contextlib.suppress(OSError):
             os.kill(pid, STACK_SIGNAL)
             sizes[rank] = size

@@ -79,6 +79,11 @@ class Watchdog:
         self._look_at_mono_s = now_s + min(_LOOK_AGAIN_S, limits.stopped_s / 4)
         workers = self._watch.workers()
         looks = self._look(attempt, workers)
+        # Anew: the look took a while, and if this process had stood still, the heartbeats that lay here are taken now.
+        observed = self._watch.observed()
+        if observed is None or observed[0] != attempt:
+            return None
+        _, sights, limits = observed
         verdict = judge(seen_closer(sights, looks), limits)
         step = self._watch.found(attempt, verdict) if verdict is not None else None
         if verdict is None or step is None:

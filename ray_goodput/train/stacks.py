@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 from pathlib import Path
@@ -32,4 +33,5 @@ class StackFile:
         """The file's name is gone, so that nobody asks any more. The handler and its descriptor stay until the process
         ends: without them a signal that comes late would end the process, or write into another file."""
         if self._file is not None:
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that became read-only must not turn success into a failure
+                self._path.unlink(missing_ok=True)

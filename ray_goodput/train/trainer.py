@@ -159,8 +159,9 @@ class GoodputTrainer(TorchTrainer):
             logger.info("Run %s goes on from the commit of step %d.", self._spec.run.run, newest.checkpoint.step)
         end: RunEnd | None = None
         status: Status = "FAILED"
-        feed = self._start_mlflow(coordinator)
+        feed: MlflowFeed | None = None
         try:
+            feed = self._start_mlflow(coordinator)
             self._write(datasets)
             with DrainOnSigterm(coordinator) as drain:
                 result = super().fit()

@@ -187,6 +187,22 @@ def test_a_rank_whose_journal_is_lost_is_not_taken_for_silent(tmp_path: Path) ->
     assert run.dog.check() is None
 
 
+def test_heartbeats_that_arrive_during_the_look_count_where_no_vault_answers(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.clock.advance(100)  # the coordinator's own process stood still; heartbeats wait to be taken
+    run.nodes["node-1"].silent = True
+    before = run.nodes["node-0"].look
+
+    def meanwhile(attempt: int, ranks: Sequence[tuple[int, int]]) -> list[RankLook]:
+        for rank in range(2):
+            script = [*SCRIPT, *steps(31, 130, 1.0)]
+            run.watch.take(page(attempt, rank, script, open_for=(B.STEP, 0.5, 131)))
+        return before(attempt, ranks)
+
+    run.nodes["node-0"].look = meanwhile  # type: ignore[method-assign]
+    assert run.dog.check() is None and run.killed == []
+
+
 def test_none_switches_the_watchdog_off(tmp_path: Path) -> None:
     run = Run(tmp_path, config=WatchdogConfig(hang_after_s=None), states="TT")
     run.clock.advance(100_000)
