@@ -247,8 +247,9 @@ class RunCoordinator:
 
     def held(self, landed: LandedSlice, node_id: str) -> CheckpointId | None:
         """See `ResumePoints.held`."""
-        self._heard_of(landed.slice.checkpoint.attempt)
-        return self._points.held(landed, node_id)
+        complete = self._points.held(landed, node_id)
+        self._heard_of(landed.slice.checkpoint.attempt)  # of this run only: a deleted one may have had more attempts
+        return complete
 
     def holders(self, checkpoint: CheckpointId) -> dict[str, tuple[str, ...]]:
         return self._points.holders(checkpoint)
@@ -274,7 +275,12 @@ class RunCoordinator:
         self._prune.soon()  # not before: until ranks have read it, nobody knows whether the newest commit is good
 
     def landed(self, landed: LandedSlice) -> None:
-        """A vault has put a slice into storage; the last one of a checkpoint commits it."""
+        """A vault has put a slice into storage; the last one of a checkpoint commits it.
+
+        Raises:
+            FencedError: the slice belongs to an attempt that was replaced, or to another run of the same name.
+        """
+        self._points.check_owner(landed)
         self._heard_of(landed.slice.checkpoint.attempt)
         with self._lock:
             self._save_times.landed(landed, self._clock.mono_s())

@@ -42,12 +42,21 @@ class ResumePoints:
             FencedError: the slice belongs to an attempt that was replaced, or to another run of the same name.
         """
         checkpoint = landed.slice.checkpoint
-        owner = landed.slice.extra.get("run_id", self._run_id)
+        self.check_owner(landed)
         with self._lock:  # the fence is raised under it, too: nothing fenced is noted afterwards
-            if owner != self._run_id or not self._commits.may_still_commit(checkpoint):
+            if not self._commits.may_still_commit(checkpoint):
                 raise FencedError(f"The copies of step {checkpoint.step}, attempt {checkpoint.attempt}, are of no use.")
             self._near.note(landed, node_id)
             return self._near.newest_complete()
+
+    def check_owner(self, landed: LandedSlice) -> None:
+        """Raises FencedError if the slice belongs to another run, deleted since, of the same name."""
+        if landed.slice.extra.get("run_id", self._run_id) != self._run_id:
+            checkpoint = landed.slice.checkpoint
+            raise FencedError(
+                f"The slice of step {checkpoint.step}, attempt {checkpoint.attempt}, belongs to a deleted run of the "
+                "same name; it is of no use."
+            )
 
     def choose(self, attempt: int) -> CommitRecord | None:
         """The resume point of `attempt`, and nothing of earlier attempts that leads elsewhere counts from now on.

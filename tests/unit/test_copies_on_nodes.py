@@ -6,15 +6,20 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from journal_pages import page
 from near_nodes import NearNodes, content
 from ray_goodput.checkpoint.peer_source import PeerSource
+from ray_goodput.checkpoint.sidecar import write_sidecar
 from ray_goodput.checkpoint.sources import LocalFirstSource, StoreSource
-from ray_goodput.core.commit import CheckpointId
+from ray_goodput.core.commit import CheckpointId, StagedSlice
 from ray_goodput.core.near_copies import NearRecord
+from ray_goodput.core.run_state import WorkerInfo
 from ray_goodput.core.tiers import SaveTier, peers_of
 from ray_goodput.errors import FencedError, StorageError
 
@@ -338,3 +343,32 @@ def flip(path: Path) -> None:
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
+
+
+def of_a_deleted_run(nodes: NearNodes, **stage: Any) -> list[StagedSlice]:
+    """Slices that a run of the same name staged whose storage is gone."""
+    slices = [replace(s, extra={**s.extra, "run_id": "deleted"}) for s in nodes.stage(50, **stage)]
+    for staged in slices:
+        write_sidecar(staged)
+    return slices
+
+
+def test_what_a_deleted_run_of_many_attempts_left_replaces_no_living_attempt(tmp_path: Path, cluster: Made) -> None:
+    nodes = cluster(tmp_path)
+    worker = WorkerInfo(world_rank=0, pid=1, node_id="a", node_ip="10.0.0.1")
+    assert nodes.coordinator.group_allocated((worker,)) == 1
+    for staged in of_a_deleted_run(nodes, attempt=7):
+        with pytest.raises(FencedError, match="deleted run"):
+            nodes.persist([staged])
+    assert not nodes.coordinator.heartbeat(1, 0, page(1, 0, []), []).replaced
+
+
+def test_what_a_deleted_run_staged_is_not_committed_even_without_room_on_the_disk(
+    tmp_path: Path, cluster: Made
+) -> None:
+    nodes = cluster(tmp_path, ("a",))
+    nodes.local("a").parent.mkdir(parents=True, exist_ok=True)
+    nodes.local("a").write_bytes(b"")  # no folder can be made there: nobody asks whether the copy is wanted
+    with pytest.raises(FencedError, match="deleted run"):
+        nodes.persist(of_a_deleted_run(nodes))
+    assert nodes.coordinator.committed_step() == -1
