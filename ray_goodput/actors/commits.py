@@ -93,10 +93,15 @@ class CommitLog:
         """The largest attempt number that ever wrote anything, 0 for none."""
         return self._highest_attempt
 
-    def restore_fence(self, attempt: int) -> None:
-        """After the coordinator's own restart: attempts before `attempt` stay fenced (C6)."""
+    def restore_fence(self, attempt: int, trunk: CheckpointId | None = None) -> None:
+        """After the coordinator's own restart: attempts before `attempt` stay fenced (C6), but for `trunk`, the save
+        that it went on from if that was not committed."""
+        with self._changed:
+            if attempt <= self._fence:  # as always but after a restart: no wait for a commit that is being written
+                return
         with self._decision, self._changed:
-            self._fence = max(self._fence, attempt)
+            if attempt > self._fence:
+                self._fence, self._trunk = attempt, trunk
 
     def fence_all(self, reason: str) -> None:
         """From now on no attempt of this driver can commit, restore or prune."""

@@ -112,9 +112,16 @@ class RunCoordinator:
         self._points = ResumePoints(self._run, self._run_id, self._commits, self._answering)
         self._ledger.open(self._run_started_at)
         self._attempt = max(self._commits.highest_attempt, self._ledger.highest_attempt)
-        self._commits.restore_fence(self._attempt)
+        self._restore_fence()
         self._prune.start()
         self._flush.start()
+
+    def _restore_fence(self) -> None:
+        """Fenced is what was: an attempt that never chose where to go on has replaced nothing, and what the nodes hold
+        of those before it may be all that is left. Who has saved has chosen."""
+        began, trunk = self._ledger.last_start()
+        saved = self._commits.highest_attempt
+        self._commits.restore_fence(max(began, saved), trunk if began >= saved else None)
 
     def ping(self) -> str:
         return self._run
@@ -262,15 +269,19 @@ class RunCoordinator:
         """How many attempts of this life of the coordinator had to read from which tier."""
         return dict(Counter(r.tier for r in tuple(self._resumes)))
 
-    def resumed(self, attempt: int, step: int, tier: str) -> None:
-        """All ranks of `attempt` have loaded their state and go on after `step`. Idempotent."""
+    def resumed(self, attempt: int, step: int, tier: str, near: CheckpointId | None = None) -> None:
+        """All ranks of `attempt` have loaded their state and go on after `step`. Idempotent.
+
+        near: the save it goes on from, if that lies on the nodes and is not committed.
+        """
         with self._lock:
             if any(r.attempt == attempt for r in self._resumes):
                 return
             self._resumes.append(Resume(attempt=attempt, step=step, tier=tier))
             self._age.begin()
             self._step = step
-        self._ledger.resumed(attempt, step)
+        self._commits.restore_fence(attempt, near)  # an earlier life of this actor may have told it where to go on
+        self._ledger.resumed(attempt, step, near.attempt if near is not None else None)
         self._flush.soon()
         self._prune.soon()  # not before: until ranks have read it, nobody knows whether the newest commit is good
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ray_goodput.clock import Clock
+from ray_goodput.core.commit import CheckpointId
 from ray_goodput.errors import GoodputError, StorageError
 from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.goodput.ledger import Ledger
@@ -74,6 +75,11 @@ class LedgerStore:
         with self._lock:
             return max((a.attempt for a in self._ledger.report().attempts), default=0)
 
+    def last_start(self) -> tuple[int, CheckpointId | None]:
+        """See `Ledger.last_start`."""
+        with self._lock:
+            return self._ledger.last_start()
+
     def attempt_started(self, attempt: int, world: int) -> None:
         with self._lock:
             self._ledger.attempt_started(attempt, world, self._clock.at_s())
@@ -106,9 +112,9 @@ class LedgerStore:
                 step, attempt, self._clock.at_s(), stall_s=stall_s, latency_s=latency_s, upload_s=upload_s
             )
 
-    def resumed(self, attempt: int, step: int) -> None:
+    def resumed(self, attempt: int, step: int, near: int | None = None) -> None:
         with self._lock:
-            self._ledger.resumed(attempt, step)
+            self._ledger.resumed(attempt, step, near)
 
     def hung(self, attempt: int) -> None:
         with self._lock:

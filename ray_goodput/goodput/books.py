@@ -80,6 +80,7 @@ class AttemptBook:
     reason: str = ""
     lost_ranks: tuple[int, ...] = ()
     resumed: int | None = None
+    near: int | None = None
     ranks: dict[int, RankBook] = field(default_factory=dict)
     steps: StepTimes = field(default_factory=StepTimes)
     timelines: dict[int, Timeline] = field(default_factory=dict)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ray_goodput.core.commit import CheckpointId
 from ray_goodput.errors import StorageError
 from ray_goodput.goodput.accounts import close_books
 from ray_goodput.goodput.books import AttemptBook, RankBook, Session
@@ -133,15 +134,27 @@ class Ledger:
             known = {name: round(s, 6) for name, s in told.items() if s is not None}
             self._note(at, "commit", step=step, attempt=attempt, **known)
 
-    def resumed(self, attempt: int, step: int) -> None:
-        """The attempt goes on after `step`; 0 when there was nothing to restore."""
+    def resumed(self, attempt: int, step: int, near: int | None = None) -> None:
+        """The attempt goes on after `step`; 0 when there was nothing to restore.
+
+        near: the attempt that saved that step, if the save was not committed but lay on the nodes.
+        """
         book = self._book(attempt, 0, "resumed")
         if book is None or book.resumed is not None:
             return
-        book.resumed = step
+        book.resumed, book.near = step, near
         if self._durable is not None and step < self._durable:
             self._durable = step or None  # the commits after it turned out to be bad
-        self._note(None, "resumed", attempt=attempt, step=step)
+        self._note(None, "resumed", attempt=attempt, step=step, **({} if near is None else {"near": near}))
+
+    def last_start(self) -> tuple[int, CheckpointId | None]:
+        """The newest attempt that said where it went on (0: none), and the save it went on from if that was not
+        committed then."""
+        attempt = max((a for a, book in self._attempts.items() if book.resumed is not None), default=0)
+        book = self._attempts.get(attempt)
+        if book is None or book.resumed is None or book.near is None:
+            return attempt, None
+        return attempt, CheckpointId(book.resumed, book.near)
 
     def hung(self, attempt: int) -> None:
         """The attempt hangs: step time of its ranks after the records they have delivered is no step."""

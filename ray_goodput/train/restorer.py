@@ -16,7 +16,7 @@ from ray_goodput.actors.names import local_checkpoints_dir
 from ray_goodput.checkpoint.agreed_restore import load_newest
 from ray_goodput.checkpoint.peer_source import PeerSource
 from ray_goodput.checkpoint.sources import CheckpointSource, LocalFirstSource, StoreSource
-from ray_goodput.core.commit import CommitRecord
+from ray_goodput.core.commit import CheckpointId, CommitRecord
 from ray_goodput.core.cursor import DataCursor
 from ray_goodput.core.near_copies import NearRecord
 from ray_goodput.gates import gate
@@ -34,13 +34,13 @@ _TELL_PAUSE_S = 1.0
 class Restored:
     """Where the run goes on: after `step`, with `cursors` by dataset name; `tier` is "none" for a fresh run.
 
-    durable: whether the state is committed, or there is none.
+    near: the save that holds the state, if it lies on the nodes and is not committed.
     """
 
     step: int
     tier: str
     cursors: Mapping[str, DataCursor]
-    durable: bool = True
+    near: CheckpointId | None = None
 
 
 def restore_newest(
@@ -89,7 +89,7 @@ def restore_newest(
             step=loaded.record.checkpoint.step,
             tier=loaded.tier,
             cursors=cursors,
-            durable=not isinstance(loaded.record, NearRecord),
+            near=loaded.record.checkpoint if isinstance(loaded.record, NearRecord) else None,
         )
     if worker.world.world_rank == 0:
         _tell(worker, restored)
@@ -100,7 +100,7 @@ def _tell(worker: WorkerContext, restored: Restored) -> None:
     """The coordinator knows where the attempt began, if it can be told: the ledger's loss, not training's."""
     for left in reversed(range(_TELL_TRIES)):
         try:
-            worker.coordinator.resumed(worker.attempt, restored.step, restored.tier)
+            worker.coordinator.resumed(worker.attempt, restored.step, restored.tier, restored.near)
             return
         except Exception as error:  # the books never end an attempt, whatever goes wrong with them
             logger.warning("Attempt %d's start could not be noted, %d tries left: %s", worker.attempt, left, error)

@@ -146,7 +146,7 @@ class Session:
             )
         self._step = self._restored.step
         self._cursors = dict(self._restored.cursors)
-        self._saver.begin(self._step, durable=self._restored.durable)
+        self._saver.begin(self._step, durable=self._restored.near is None)
         if self._step > 0:  # the optimizer has its state
             self._prepare_saves()
         self._recorder.resumed(self._step)

@@ -345,6 +345,10 @@ def flip(path: Path) -> None:
         path.write_bytes(data)
 
 
+def workers(pid: int) -> list[WorkerInfo]:
+    return [WorkerInfo(world_rank=rank, pid=pid, node_id=n, node_ip="10.0.0.1") for rank, n in enumerate(("a", "b"))]
+
+
 def of_a_deleted_run(nodes: NearNodes, **stage: Any) -> list[StagedSlice]:
     """Slices that a run of the same name staged whose storage is gone."""
     slices = [replace(s, extra={**s.extra, "run_id": "deleted"}) for s in nodes.stage(50, **stage)]
@@ -355,8 +359,7 @@ def of_a_deleted_run(nodes: NearNodes, **stage: Any) -> list[StagedSlice]:
 
 def test_what_a_deleted_run_of_many_attempts_left_replaces_no_living_attempt(tmp_path: Path, cluster: Made) -> None:
     nodes = cluster(tmp_path)
-    worker = WorkerInfo(world_rank=0, pid=1, node_id="a", node_ip="10.0.0.1")
-    assert nodes.coordinator.group_allocated((worker,)) == 1
+    assert nodes.coordinator.group_allocated(workers(1)) == 1
     for staged in of_a_deleted_run(nodes, attempt=7):
         with pytest.raises(FencedError, match="deleted run"):
             nodes.persist([staged])
@@ -372,3 +375,61 @@ def test_what_a_deleted_run_staged_is_not_committed_even_without_room_on_the_dis
     with pytest.raises(FencedError, match="deleted run"):
         nodes.persist(of_a_deleted_run(nodes))
     assert nodes.coordinator.committed_step() == -1
+
+
+def test_the_save_that_an_attempt_went_on_from_outlives_the_coordinator_and_the_driver(
+    tmp_path: Path, cluster: Made
+) -> None:
+    nodes = cluster(tmp_path)
+    nodes.coordinator.group_allocated(workers(1))
+    committed(nodes)
+    staged = nodes.stage(20)
+    nodes.hold(2)
+    assert nodes.coordinator.group_allocated(workers(2)) == 2
+    record = nodes.coordinator.resume_point(2)
+    assert isinstance(record, NearRecord)
+    nodes.coordinator.resumed(2, 20, "local", record.checkpoint)
+    nodes.coordinator.finish()
+    nodes.restart_coordinator()  # attempt 2 has saved nothing yet
+    nodes.hold(3)
+    assert nodes.coordinator.resume_point(3) == record
+    nodes.persist(staged)
+    assert nodes.coordinator.committed_step() == 20
+    with pytest.raises(FencedError):
+        nodes.persist(nodes.stage(30))
+
+
+def test_starts_that_fail_before_their_restore_cost_no_copies(tmp_path: Path, cluster: Made) -> None:
+    nodes = cluster(tmp_path)
+    nodes.coordinator.group_allocated(workers(1))
+    nodes.coordinator.resumed(1, 0, "none")
+    committed(nodes)
+    nodes.persist(nodes.stage(20, tier=SaveTier.LOCAL))
+    nodes.coordinator.finish()  # the storage was away for too long, say
+    for attempt in (2, 3):
+        nodes.restart_coordinator()
+        assert nodes.coordinator.group_allocated(workers(attempt)) == attempt
+        for vault in nodes.vaults.values():
+            vault.land_again()
+        nodes.coordinator.finish()  # the script has an error
+    nodes.restart_coordinator()
+    nodes.hold(4)
+    record = nodes.coordinator.resume_point(4)
+    assert record is not None and record.checkpoint == CheckpointId(20, 1)
+
+
+def test_an_attempt_that_went_on_stays_fencing_in_the_next_life_of_the_coordinator(
+    tmp_path: Path, cluster: Made
+) -> None:
+    nodes = cluster(tmp_path)
+    nodes.coordinator.group_allocated(workers(1))
+    committed(nodes)
+    late = nodes.stage(20)
+    assert nodes.coordinator.group_allocated(workers(2)) == 2
+    assert nodes.coordinator.resume_point(2) is not None
+    nodes.coordinator.resumed(2, 10, "local")
+    nodes.coordinator.finish()
+    nodes.restart_coordinator()
+    with pytest.raises(FencedError):
+        nodes.persist(late)
+    assert nodes.coordinator.committed_step() == 10

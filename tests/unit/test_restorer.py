@@ -67,7 +67,7 @@ class Coordinator:
     def holders(self, checkpoint: CheckpointId) -> dict[str, tuple[str, ...]]:
         return {}
 
-    def resumed(self, attempt: int, step: int, tier: str) -> None:
+    def resumed(self, attempt: int, step: int, tier: str, near: CheckpointId | None = None) -> None:
         if self.failures:
             raise self.failures.pop(0)
         self.at = step
