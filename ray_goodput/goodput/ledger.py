@@ -127,8 +127,11 @@ class Ledger:
             self._durable = step
             # Where an attempt went on is the border of what earlier ones lost: keep it as a border of sums.
             resumed = {book.resumed for book in self._attempts.values()}
+            newest = max(self._attempts, default=None)
+            # Of an attempt that is over and settled, no border is to come: later ones would only wear its own away.
+            books = [book for a, book in self._attempts.items() if a == newest or book.steps.has_open]
             for border in sorted({r for r in resumed if r is not None and r < step} | {step}):
-                for book in self._attempts.values():
+                for book in books:
                     book.steps.settle(border)
             told = {"stall_s": stall_s, "latency_s": latency_s, "upload_s": upload_s}
             known = {name: round(s, 6) for name, s in told.items() if s is not None}

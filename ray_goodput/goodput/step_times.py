@@ -53,6 +53,11 @@ class StepTimes:
             self._sums[:half] = [a + b for a, b in zip(self._sums[0:half:2], self._sums[1:half:2], strict=True)]
             self._bounds[:half] = self._bounds[1:half:2]
 
+    @property
+    def has_open(self) -> bool:
+        """Whether there are steps that are not settled."""
+        return bool(self._open)
+
     def up_to(self, step: int) -> int:
         """Nanoseconds of the steps up to and including `step`."""
         total, below = 0, self.first - 1 if self.first is not None else 0

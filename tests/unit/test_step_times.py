@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from journal_pages import page
+from ray_goodput.core.buckets import Bucket
 from ray_goodput.goodput import step_times
+from ray_goodput.goodput.ledger import Ledger
 from ray_goodput.goodput.step_times import StepTimes
 
 
@@ -77,3 +82,29 @@ def test_many_segments_are_halved_where_they_are_oldest(monkeypatch) -> None:
     assert times.num_kept() <= 16
     assert times.total() == 5000 and times.up_to(999) == 4995
     assert abs(times.up_to(500) - 2500) <= 5
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_commits_of_later_attempts_do_not_wear_an_earlier_one_away(monkeypatch, replayed: bool) -> None:
+    monkeypatch.setattr(step_times, "MAX_SEGMENTS", 16)
+    ledger = Ledger(1)
+    ledger.run_started(0)
+    lines: list[bytes] = []
+
+    def commit(attempt: int, step: int) -> None:
+        ledger.commit(step, attempt, 2.0 * step)
+        for segment in ledger.to_segments():
+            lines.extend(segment.data.splitlines())
+            ledger.saved(segment.number)
+
+    for attempt, first, last in ((1, 1, 10), (2, 9, 400)):  # step 9 and 10 are done twice
+        ledger.attempt_started(attempt, 1, 2.0 * first)
+        ledger.resumed(attempt, first - 1)
+        done = [(Bucket.STEP, 1, step, True) for step in range(first, last + 1)]
+        for i in range(0, len(done), 2):
+            ledger.page(page(attempt, 0, done[: i + 2]))
+            if attempt == 2 or i < 8:
+                commit(attempt, first + i + 1)
+        ledger.attempt_ended(attempt, 2.0 * last + 1, "killed")
+    ledger = Ledger.from_lines(lines) if replayed else ledger
+    assert ledger.report().lost_s == pytest.approx(2.0)
