@@ -64,10 +64,11 @@ class MetricsStore:
             self._continue(attempt)
         with self._lock:
             newest = max(self._logs, default=0)
-            changed = {attempt: self._logs[attempt].to_bytes() for attempt in self._changed}
-            self._changed = set()
-            for attempt in [a for a in self._logs if a < newest and a not in changed]:
+            changed = {attempt: self._logs[attempt].to_bytes() for attempt in self._changed & self._continued}
+            self._changed -= changed.keys()
+            for attempt in [a for a in self._logs if a < newest and a not in changed and a not in self._changed]:
                 del self._logs[attempt]  # written, and nobody trains in it any more
+                self._continued.discard(attempt)  # but for a process that was stopped: what it brings is added
         self._write_data()
         for attempt, data in changed.items():
             try:
@@ -90,9 +91,14 @@ class MetricsStore:
         """Begin with what an earlier life of the coordinator wrote of the same attempt, if it did."""
         earlier = None
         try:
-            earlier = MetricsLog.from_bytes(self._store.get(object_name(attempt)))
+            data = self._store.get(object_name(attempt))
         except ObjectNotFoundError:
-            pass
+            data = None
+        except GoodputError as error:  # written over, what is there would be lost
+            logger.warning("The metrics of attempt %d cannot be continued now; tried again: %s", attempt, error)
+            return
+        try:
+            earlier = MetricsLog.from_bytes(data) if data is not None else None
         except GoodputError as error:
             logger.warning("The earlier metrics of attempt %d cannot be used: %s", attempt, error)
         with self._lock:

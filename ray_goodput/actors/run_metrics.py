@@ -23,6 +23,7 @@ class RunMetrics:
         self._tail = MetricsTail(life=clock.at_s())
         self._lock = threading.Lock()
         self._history: dict[int, dict[str, float]] = {}
+        self._newest = -1  # attempt that has reported
 
     @property
     def data(self) -> DataTotals:
@@ -30,10 +31,12 @@ class RunMetrics:
         return self._curves.data
 
     def add(self, attempt: int, metrics: MetricsPage, world_rank: int, data: DataCounts | None) -> None:
-        """Values by step; a step done again overrides its first values. data: what that rank has counted so far."""
+        """Values by step; those of a later attempt count. data: what that rank has counted so far."""
         self.data.take(attempt, world_rank, data)
         with self._lock:
-            self._history.update(metrics)
+            late = {} if attempt >= self._newest else dict(self._history)  # from a process that was stopped
+            self._newest = max(self._newest, attempt)
+            self._history.update((step, late.get(step, values)) for step, values in metrics)
             while len(self._history) > _MAX_HISTORY:
                 self._history.pop(next(iter(self._history)))
         self._curves.add(attempt, metrics)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ray_goodput.actors.metrics_store import MetricsStore
+from ray_goodput.actors.run_metrics import RunMetrics
 from ray_goodput.config import StoreSpec
 from ray_goodput.errors import ObjectNotFoundError, StorageError
 from ray_goodput.goodput.metrics_log import MAX_NAMES, MetricsLog, main_metric, object_name
@@ -160,3 +161,36 @@ def test_a_failing_storage_is_a_warning_and_written_later(
     metrics.flush(now=True)
     assert curve(MetricsLog.from_bytes(store.get(object_name(1)))) == [(1, 1.0)]
     assert curve(MetricsLog.from_bytes(store.get(object_name(2)))) == [(1, 2.0)]
+
+
+def test_what_a_replaced_rank_brings_late_spoils_neither_its_curve_nor_the_history(store: ObjectStore) -> None:
+    metrics = RunMetrics(store=store, clock=ManualClock())
+    metrics.add(1, [(1, {"loss": 4.0}), (2, {"loss": 3.0})], 0, None)
+    metrics.flush(now=True)
+    metrics.add(2, [(2, {"loss": 3.5}), (3, {"loss": 2.5})], 0, None)
+    for _ in range(2):  # the second one forgets the first attempt
+        metrics.flush(now=True)
+        metrics.add(2, [(4, {"loss": 2.0})], 0, None)
+    metrics.add(1, [(3, {"loss": 9.0})], 0, None)  # it was stopped, and goes on
+    metrics.flush(now=True)
+    assert curve(MetricsLog.from_bytes(store.get(object_name(1)))) == [(1, 4.0), (2, 3.0), (3, 9.0)]
+    assert [(step, values["loss"]) for step, values in metrics.history()] == [(1, 4.0), (2, 3.5), (3, 2.5), (4, 2.0)]
+
+
+def test_a_curve_that_cannot_be_read_now_is_not_written_over(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = MetricsStore(store=store, clock=ManualClock())
+    first.add(1, [(1, {"loss": 4.0})])
+    first.flush(now=True)
+    second = MetricsStore(store=store, clock=ManualClock())
+    second.add(1, [(2, {"loss": 3.0})])
+
+    def away(key: str) -> bytes:
+        raise StorageError("503")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "get", away)
+        second.flush(now=True)
+    second.flush(now=True)
+    assert curve(MetricsLog.from_bytes(store.get(object_name(1)))) == [(1, 4.0), (2, 3.0)]
