@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 class Errand:
     """`work()` in a thread of its own: soon after each `soon()`, and every `every_s` if that is given.
 
-    What fails with an error of ours is told, and done again next time.
+    What fails is told, and done again next time.
     """
 
     def __init__(self, name: str, work: Callable[[], object], *, every_s: float | None = None) -> None:
@@ -46,3 +46,5 @@ class Errand:
                 self._work()
             except GoodputError as error:
                 logger.warning("The coordinator's errand %r failed, it is done again later: %s", self._name, error)
+            except Exception:  # a mistake of ours: with this thread, all later rounds of a month's run would be lost
+                logger.exception("The coordinator's errand %r failed, it is done again later.", self._name)

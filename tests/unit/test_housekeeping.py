@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from ray_goodput.actors.housekeeping import Errand
 from ray_goodput.errors import StorageError
 
 
-def test_an_errand_is_run_when_asked_for_also_after_a_failure_and_not_once_it_is_stopped() -> None:
+@pytest.mark.parametrize("error", [StorageError("503"), KeyError("a mistake of ours")])
+def test_an_errand_is_run_when_asked_for_also_after_a_failure_and_not_once_it_is_stopped(error: Exception) -> None:
     ran, rounds = threading.Semaphore(0), [0]
 
     def work() -> None:
         rounds[0] += 1
         ran.release()
         if rounds[0] == 1:
-            raise StorageError("503")
+            raise error
 
     errand = Errand("test", work)
     errand.start()
