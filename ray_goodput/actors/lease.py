@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 TTL_S = 60.0
 _LOOKS_PER_TTL = 12  # of one who waits
 _RENEWALS_PER_TTL = 4
+_PROCESSES = Path("/proc")
 
 
 def this_process(id: str, *, cluster: str, key: str) -> Holder:
@@ -45,14 +46,26 @@ def is_gone(holder: Holder) -> bool:
     """Whether the process is certain not to exist; False if it ran where this process cannot look."""
     if not holder.machine or holder.machine != _machine():
         return False
-    return _started_ticks(holder.pid) != holder.pid_started
+    ticks = _started_ticks(holder.pid)
+    return ticks != holder.pid_started if ticks is not None else not _hidden(holder.pid)
+
+
+def _hidden(pid: int) -> bool:
+    """Whether there is a process that /proc does not show: with `hidepid`, those of other users."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        pass
+    except OSError:
+        return False
+    return not (_PROCESSES / str(pid)).exists()
 
 
 def _started_ticks(pid: int) -> int | None:
     """When the process began, in the kernel's ticks since boot, which no change of the clock touches; None if there is
     none, or nothing but its zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (_PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])

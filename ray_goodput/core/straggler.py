@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 MIN_STEPS = 50
 _MIN_RATIO = 1.25
@@ -46,12 +46,21 @@ def find_stragglers(paces: Mapping[int, Pace]) -> tuple[Straggler, ...]:
     Few steps, ranks of which nothing is known, and differences that nobody would notice give none.
     """
     known = {rank: pace.own_s / pace.steps for rank, pace in paces.items() if pace.steps >= MIN_STEPS}
+    if len(known) < 2:
+        return ()
+    ordered = sorted(
+        known.values()
+    )  # once: of thousands of ranks it is asked every few seconds, under the ledger's lock
     found: list[Straggler] = []
     for rank, own_s in known.items():
-        others = [s for other, s in known.items() if other != rank]
-        if not others:
-            return ()
-        usual_s = median(others)
+        usual_s = _median_without(ordered, bisect_left(ordered, own_s))
         if usual_s > 0 and own_s >= usual_s * _MIN_RATIO and own_s - usual_s >= _MIN_EXCESS_S:
             found.append(Straggler(world_rank=rank, own_s=own_s, usual_s=usual_s))
     return tuple(sorted(found, key=lambda s: -s.ratio))
+
+
+def _median_without(ordered: Sequence[float], place: int) -> float:
+    """The median of what is left of at least two sorted values when the one at `place` is taken out."""
+    num_left = len(ordered) - 1
+    low, high = (ordered[i + (i >= place)] for i in ((num_left - 1) // 2, num_left // 2))
+    return (low + high) / 2

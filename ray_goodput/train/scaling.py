@@ -82,6 +82,22 @@ class GoodputScalingPolicy(ElasticScalingPolicy):
         if self._down is None:
             self._down = _Down(time.monotonic())
         self._pace()
+        try:
+            return self._start()
+        except WorkersUnavailableError:
+            raise
+        except Exception as error:  # Ray's GCS may be away; raised here, it would end the run
+            waited_s = time.monotonic() - self._down.since_mono_s
+            if self._max_wait_s is not None and waited_s > self._max_wait_s:
+                raise WorkersUnavailableError(
+                    f"For {waited_s:.0f} s it could not be seen what workers can be had ({error!r})."
+                ) from error
+            logger.debug("The cluster cannot be looked at.", exc_info=True)
+            self._say(f"What workers can be had cannot be seen now, tried again: {error!r}", logging.WARNING)
+            return NoopDecision()
+
+    def _start(self) -> Any:
+        assert self._down is not None
         self._maybe_send_resource_request()
         fresh = fresh_reserved_resources(self)
         if fresh is None:
@@ -123,17 +139,24 @@ class GoodputScalingPolicy(ElasticScalingPolicy):
         time.sleep(max(0.0, self._looked_mono_s + _LOOK_EVERY_S - time.monotonic()))
         self._looked_mono_s = time.monotonic()
 
-    def _say(self, sentence: str) -> None:
+    def _say(self, sentence: str, level: int = logging.INFO) -> None:
         """Once, and now and then while nothing changes."""
         assert self._down is not None
         now = time.monotonic()
         if sentence != self._down.said or now - self._down.said_mono_s > _SAY_EVERY_S:
-            logger.info("%s", sentence)
+            logger.log(level, "%s", sentence)
             self._down.said, self._down.said_mono_s = sentence, now
 
     # running
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
+        try:
+            return self._resize(worker_group_state)
+        except Exception as error:  # as above: whether the group can grow is looked at another time
+            logger.warning("Whether more workers can be had cannot be seen now, tried again: %r", error)
+            return NoopDecision()
+
+    def _resize(self, worker_group_state: Any) -> Any:
         self._maybe_send_resource_request()
         num_workers = int(worker_group_state.num_workers)
         self._note_running(num_workers)

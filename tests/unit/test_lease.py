@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ray_goodput.actors import lease as lease_module
 from ray_goodput.actors.commits import CHECKPOINTS, CommitLog
 from ray_goodput.actors.coordinator import RunCoordinator
 from ray_goodput.actors.lease import RunLease, is_gone, this_process
@@ -257,6 +258,14 @@ def test_a_process_of_this_machine_is_known_to_live_or_to_be_gone() -> None:
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait(30)
     assert is_gone(replace(me, pid=done.pid))
+
+
+def test_a_process_that_cannot_be_seen_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other_users = this_process("other user's", cluster="", key="")
+    # /proc is often mounted so that users see their own processes only.
+    monkeypatch.setattr(lease_module, "_PROCESSES", tmp_path)
+    assert not is_gone(other_users)
+    assert is_gone(replace(other_users, pid=2**22 + 1)), "there is no such number"
 
 
 def test_the_format_is_version_1_and_a_later_one_is_refused_in_one_sentence() -> None:

@@ -107,6 +107,29 @@ def test_a_fixed_number_is_waited_for_and_then_given_up_in_one_sentence(cluster:
         assert part in message
 
 
+def test_a_view_that_cannot_be_had_ends_no_run_before_its_limit(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = cluster.policy((1, 4), max_wait_for_workers_s=50.0)
+    assert start(policy) == 3 and look(policy, 3) == 0
+
+    def no_gcs(*_: object) -> Any:
+        raise ConnectionError("Ray's GCS is being started again")
+
+    cluster.advance(100.0)
+    with monkeypatch.context() as away:
+        away.setattr(scaling, "fresh_reserved_resources", no_gcs)
+        assert look(policy, 3) == 0
+        for _ in range(40):
+            assert start(policy) == 0
+    assert start(policy) == 3
+    look(policy, 3)
+    monkeypatch.setattr(scaling, "fresh_reserved_resources", no_gcs)
+    with pytest.raises(WorkersUnavailableError, match="GCS is being started"):
+        for _ in range(60):
+            assert start(policy) == 0
+
+
 def test_the_wait_begins_anew_whenever_the_group_has_run(cluster: Cluster) -> None:
     policy = cluster.policy(3, max_wait_for_workers_s=50.0)
     assert start(policy) == 3

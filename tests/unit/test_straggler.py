@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,15 @@ def test_a_rank_that_computes_longer_than_the_others_is_named_with_the_figures()
 def test_of_two_ranks_the_slower_one_and_of_several_slow_ones_the_slowest_first() -> None:
     assert [s.world_rank for s in find_stragglers(paces(50, 80))] == [1]
     assert [s.world_rank for s in find_stragglers(paces(50, 80, 50, 99, 50))] == [3, 1]
+
+
+def test_each_rank_is_compared_with_the_median_of_the_others() -> None:
+    rng = random.Random(5)
+    for _ in range(200):
+        own_ms = [rng.choice([50.0, 70.0, 90.0, 110.0]) for _ in range(rng.randint(2, 9))]
+        usual_ms = {rank: median(own_ms[:rank] + own_ms[rank + 1 :]) for rank in range(len(own_ms))}
+        found = {s.world_rank: round(s.usual_s * 1e3, 6) for s in find_stragglers(paces(*own_ms))}
+        assert found == {rank: ms for rank, ms in usual_ms.items() if own_ms[rank] >= 1.25 * ms}
 
 
 @pytest.mark.parametrize(
