@@ -170,8 +170,7 @@ class GoodputScalingPolicy(ElasticScalingPolicy):
         reserved = fresh_reserved_resources(self)  # Ray looks by itself only every 20 s
         if reserved is None:
             return NoopDecision()
-        left_out = self._left_out(reserved)
-        usable: Any = {node: resources for node, resources in reserved.items() if node not in left_out}
+        usable, _ = self._usable(reserved)
         return self._grow(num_workers, self._count_possible_workers(usable))
 
     def _grow(self, num_workers: int, possible: int) -> Any:
@@ -222,7 +221,7 @@ class GoodputScalingPolicy(ElasticScalingPolicy):
         )
 
     def _usable(self, reserved: Resources) -> tuple[Resources, int]:
-        """What the run may use of the cluster while it has no workers, and how many nodes are left out."""
+        """What the run may use of the cluster, its workers' places too, and how many nodes are left out."""
         left_out = self._left_out(reserved)
         usable = {node: dict(resources) for node, resources in reserved.items() if node not in left_out}
         if left_out and self.scaling_config.label_selector is None:

@@ -94,6 +94,17 @@ def test_room_that_ray_had_not_reserved_counts_when_a_node_is_left_out(cluster: 
     assert start(policy) == 2
 
 
+def test_a_group_grows_onto_a_new_node_while_ray_keeps_a_place_on_a_draining_one(cluster: Cluster) -> None:
+    policy = cluster.policy((1, 3))
+    cluster.draining = {"a": 0.0}
+    assert start(policy) == 2
+    started_s = cluster.now_s
+    cluster.free = {"a": {"CPU": 1.0}, "new": {"CPU": 1.0}}
+    cluster.commit_age_s = 1.0
+    cluster.advance(61.0)
+    assert look(policy, 2, started_s) == 3
+
+
 def test_a_fixed_number_is_waited_for_and_then_given_up_in_one_sentence(cluster: Cluster) -> None:
     policy = cluster.policy(4, max_wait_for_workers_s=50.0)
     for _ in range(50):
