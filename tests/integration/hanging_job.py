@@ -75,16 +75,7 @@ def main() -> None:
 
     trainer = rg.GoodputTrainer(
         train_loop,
-        train_loop_config={
-            "fsdp2": False,
-            "step_log": None,
-            "epochs": 2,
-            "step_s": args.step_s,
-            "fail_at": -1,
-            "width": 16,
-            "skip_restore": False,
-            "how": args.how,
-        },
+        train_loop_config={"step_s": args.step_s, "how": args.how},
         datasets={
             "train": rg.ShardedDataset(f"{args.data}/*.parquet", global_batch_size=GLOBAL_BATCH, seed=3, window=2)
         },

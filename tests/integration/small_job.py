@@ -45,6 +45,21 @@ def write_data(folder: Path) -> int:
     return total
 
 
+# What a loop does unless its job says otherwise.
+LOOP: dict[str, Any] = {
+    "epochs": 2,
+    "step_s": 0.05,
+    "width": 16,
+    "fail_at": -1,
+    "fail_once_at": [],
+    "skip_restore": False,
+    "fsdp2": False,
+    "step_log": None,
+    "pids": None,
+    "brake": None,
+}
+
+
 def train_loop(config: dict[str, Any]) -> str:
     import torch
     from torch import nn
@@ -54,6 +69,7 @@ def train_loop(config: dict[str, Any]) -> str:
     torch.set_num_threads(1)
     torch.manual_seed(11)
     run = rg.session()
+    config = LOOP | config
     width = config["width"]
     net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Dropout(0.1), nn.Linear(width, 1))
     model = shard(net) if config["fsdp2"] else run.prepare_model(net)
