@@ -102,7 +102,7 @@ class GoodputScalingPolicy(ElasticScalingPolicy):
         fresh = fresh_reserved_resources(self)
         if fresh is None:
             return NoopDecision()  # Ray's own coordinator is being started again
-        usable, left_out = self._usable(fresh)
+        usable, left_out = self._usable(fresh, down=True)
         decision = decide_start(self._state(self._count_possible_workers(usable), left_out))
         self._say(decision.reason)
         if decision.action is Start.GIVE_UP:
@@ -170,7 +170,7 @@ class GoodputScalingPolicy(ElasticScalingPolicy):
         reserved = fresh_reserved_resources(self)  # Ray looks by itself only every 20 s
         if reserved is None:
             return NoopDecision()
-        usable, _ = self._usable(reserved)
+        usable, _ = self._usable(reserved, down=False)
         return self._grow(num_workers, self._count_possible_workers(usable))
 
     def _grow(self, num_workers: int, possible: int) -> Any:
@@ -220,12 +220,13 @@ class GoodputScalingPolicy(ElasticScalingPolicy):
             reserved_resources.values(), self._worker_resources, at_most=self.scaling_config.max_workers
         )
 
-    def _usable(self, reserved: Resources) -> tuple[Resources, int]:
+    def _usable(self, reserved: Resources, *, down: bool) -> tuple[Resources, int]:
         """What the run may use of the cluster, its workers' places too, and how many nodes are left out."""
         left_out = self._left_out(reserved)
         usable = {node: dict(resources) for node, resources in reserved.items() if node not in left_out}
-        if left_out and self.scaling_config.label_selector is None:
-            # Ray reserved places there for this run, and no others: look for room on the nodes that stay.
+        if (down or left_out) and self.scaling_config.label_selector is None:
+            # What Ray reserved for this run may lack room that is there: it keeps places for a driver that was killed
+            # for minutes, and may have reserved those of this run on a node that is left out.
             for node, free in available_resources().items():
                 if node not in left_out:
                     kept = usable.setdefault(node, {})

@@ -94,6 +94,13 @@ def test_room_that_ray_had_not_reserved_counts_when_a_node_is_left_out(cluster: 
     assert start(policy) == 2
 
 
+def test_places_that_ray_keeps_for_a_killed_driver_are_taken_once_they_are_free(cluster: Cluster) -> None:
+    cluster.reserved = {"a": {"CPU": 1.0}}
+    cluster.free = {"a": {"CPU": 1.0}, "b": {"CPU": 1.0}}
+    assert start(cluster.policy(2)) == 2
+    assert start(cluster.policy((1, 2))) == 2
+
+
 def test_a_group_grows_onto_a_new_node_while_ray_keeps_a_place_on_a_draining_one(cluster: Cluster) -> None:
     policy = cluster.policy((1, 3))
     cluster.draining = {"a": 0.0}
