@@ -125,7 +125,8 @@ def note_step(path: str, step: int, attempt: int, world: int) -> None:
 
 
 def kill_once(observer: Any, seed: int, target: str, killed: list[int], stop: threading.Event) -> None:
-    """SIGKILL one process of the run at a random moment after the first commit: a worker, or an actor by its class."""
+    """SIGKILL a process of the run at a random moment after the first commit: a worker, or actors by their classes, one
+    after the other."""
     chance = random.Random(seed)
     while not stop.wait(0.05):
         status = observer.status()
@@ -133,12 +134,13 @@ def kill_once(observer: Any, seed: int, target: str, killed: list[int], stop: th
             break
     else:
         return
-    time.sleep(chance.uniform(0.0, 1.5))
-    status = observer.status() or status
-    victims = [w.pid for w in status.workers] if target == "worker" else actor_pids(target)
-    victim = chance.choice(victims)
-    os.kill(victim, signal.SIGKILL)
-    killed.append(victim)
+    for one in target.split(","):
+        time.sleep(chance.uniform(0.0, 1.5))
+        status = observer.status() or status
+        victims = [w.pid for w in status.workers] if one == "worker" else actor_pids(one)
+        victim = chance.choice(victims)
+        os.kill(victim, signal.SIGKILL)
+        killed.append(victim)
 
 
 def actor_pids(class_name: str) -> list[int]:
@@ -165,7 +167,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--seed", type=int, default=3, help="of the sample order")
     parser.add_argument("--kill", type=int, default=None, help="seed of the moment and the victim")
-    parser.add_argument("--target", default="worker", help="whom to kill: worker, or the class of an actor")
+    parser.add_argument("--target", default="worker", help="whom to kill: worker, or classes of actors")
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--skip-restore", action="store_true")
     parser.add_argument("--reproducible", action="store_true")
