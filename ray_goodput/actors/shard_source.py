@@ -78,11 +78,10 @@ class ActorShardSource:
         Raises:
             ShardReadError, ObjectChangedError, CacheFullError: it cannot be had.
         """
-        name = self._fetcher.name(data_shard)
         for _ in range(_OPEN_ATTEMPTS):
-            cached = self._fetcher.cache.open_table(name)
-            if cached is not None:
-                return cached.table
+            table = self._fetcher.opened(data_shard)
+            if table is not None:
+                return table
             if not self._ensured_by_actor(data_shard):
                 self._fetcher.ensure(data_shard)
         raise lost_again(self._fetcher.manifest, data_shard, self._fetcher.cache)

@@ -44,6 +44,11 @@ class MixtureFetcher:
         fetcher, own = self._own(data_shard)
         return fetcher.ensure(own)
 
+    def opened(self, data_shard: int) -> pa.Table | None:
+        """As `ShardFetcher.opened`."""
+        fetcher, own = self._own(data_shard)
+        return fetcher.opened(own)
+
     def transforms(self, data_shard: int) -> bool:
         """As `ShardFetcher.transforms`."""
         fetcher, own = self._own(data_shard)

@@ -142,13 +142,30 @@ class ShardFetcher:
 
     def table(self, data_shard: int) -> pa.Table:
         """The data shard, memory-mapped from the cache, fetched first if need be. Raises as `ensure` does."""
-        name = self.name(data_shard)
         for _ in range(_OPEN_ATTEMPTS):
-            cached = self.cache.open_table(name)
-            if cached is not None:
-                return cached.table
+            table = self.opened(data_shard)
+            if table is not None:
+                return table
             self.ensure(data_shard)
         raise lost_again(self.manifest, data_shard, self.cache)
+
+    def opened(self, data_shard: int) -> pa.Table | None:
+        """The data shard, memory-mapped from the cache; None if it is not there.
+
+        Raises:
+            ShardReadError: what is cached under its name has other rows: whoever put it there made something else.
+        """
+        cached = self.cache.open_table(self.name(data_shard))
+        if cached is None:
+            return None
+        rows = self.manifest.shard(data_shard).rows
+        if cached.table.num_rows != rows:
+            raise ShardReadError(
+                f"{self.title(data_shard)} lies in the cache {self.cache.root} with {cached.table.num_rows} rows, the "
+                f"manifest says {rows}: it was made there by another transform_shard= or format of the same version. "
+                "Give another transform_version, or clear the cache: ray-goodput cache purge."
+            )
+        return cached.table
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:

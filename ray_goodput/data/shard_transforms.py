@@ -35,7 +35,7 @@ def source_version(transform: TransformShard) -> str:
         ConfigError: no plain function, or it holds values of a surrounding one: its text does not say what it does.
     """
     name = getattr(transform, "__qualname__", type(transform).__name__)
-    give = 'give transform_version="1", and another one whenever the result changes'
+    give = 'give transform_version="tokens-1", say: no other transform of these files may have it, nor another result'
     if not inspect.isfunction(transform):
         raise ConfigError(f"transform_shard={name} is no plain function, so it has no version of its own: {give}.")
     if transform.__closure__:

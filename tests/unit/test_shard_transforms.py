@@ -16,7 +16,7 @@ import pytest
 
 import ray_goodput as rg
 from ray_goodput.data.shard_transforms import source_version
-from ray_goodput.errors import ConfigError, ShardTransformError
+from ray_goodput.errors import ConfigError, ShardReadError, ShardTransformError
 
 pc: Any = pyarrow.compute  # made at run time
 
@@ -90,6 +90,13 @@ def test_rows_may_be_left_out_or_made_more_if_they_are_counted_after_the_transfo
     assert read(folder, "x", **values) == sorted(odd * 2)
     manifest = rg.ShardedDataset(str(folder / "data"), global_batch_size=4, **values).manifest()
     assert manifest.rows.tolist() == [4, 0, 8, 0]
+
+
+def test_a_cached_result_with_other_rows_is_an_error_instead_of_other_samples(folder: Path) -> None:
+    values: dict[str, Any] = {"transform_rows": "count", "transform_version": "1"}
+    read(folder, "x", transform_shard=odd_twice, **values)
+    with pytest.raises(ShardReadError, match=r"with \d rows, the manifest says \d: .*another transform_version"):
+        read(folder, "x", transform_shard=pa.Table.drop_null, **values)
 
 
 def test_lines_of_text_agree_on_their_types_before_they_are_transformed(tmp_path: Path) -> None:
