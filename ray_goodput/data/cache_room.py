@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,8 @@ from ray_goodput.storage.disk import free_bytes, fsync_folder
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".arrow"
+_NAME = re.compile(r"[0-9a-f]{32}")
+_RESERVATION = re.compile(r"[0-9a-f]{16}-(\d+)")
 _ADMISSION_TIMEOUT_S = 30.0
 _NEVER = float("inf")
 
@@ -57,17 +60,28 @@ class CacheRoom:
 
     def files(self) -> Iterator[CachedFile]:
         """Every committed file, in no order. A file that goes meanwhile is left out."""
+        for entry in self._own_files(SUFFIX):
+            try:
+                stat = entry.stat()
+            except OSError:
+                continue
+            yield CachedFile(entry.name[: -len(SUFFIX)], Path(entry.path), stat.st_size, stat.st_atime)
+
+    def _own_files(self, suffix: str) -> Iterator[os.DirEntry[str]]:
+        """Files of the cache's own names: whoever takes another folder for a cache shall lose nothing there."""
         for folder in _scandir(self.root):
             if len(folder.name) != 2 or not folder.is_dir():
                 continue
             for entry in _scandir(folder.path):
-                if not entry.name.endswith(SUFFIX):
-                    continue
-                try:
-                    stat = entry.stat()
-                except OSError:
-                    continue
-                yield CachedFile(entry.name[: -len(SUFFIX)], Path(entry.path), stat.st_size, stat.st_atime)
+                name = entry.name.removesuffix(suffix)
+                if name != entry.name and name[:2] == folder.name and _NAME.fullmatch(name):
+                    yield entry
+
+    def _reservations(self) -> Iterator[tuple[os.DirEntry[str], int]]:
+        """Folders of reservations, and the bytes of each."""
+        for entry in _scandir(self._scratch):
+            if match := _RESERVATION.fullmatch(entry.name):
+                yield entry, int(match[1])
 
     @contextmanager
     def reserve(self, size_bytes: int, what: str) -> Iterator[Path]:
@@ -129,14 +143,7 @@ class CacheRoom:
         """Removes what dead processes left: reservations and lock files whose lock is free; returns how many."""
         with self._admission():
             count = sum(1 for _ in self._dead_reservations())
-        for folder in _scandir(self.root):
-            if len(folder.name) == 2 and folder.is_dir():
-                count += sum(
-                    remove_unless_open(Path(entry.path))
-                    for entry in _scandir(folder.path)
-                    if entry.name[-5:] == ".lock"
-                )
-        return count
+        return count + sum(remove_unless_open(Path(entry.path)) for entry in self._own_files(".lock"))
 
     def used_bytes(self) -> int:
         """Bytes of all files and reservations, at a moment when none is on its way from one to the other."""
@@ -148,8 +155,7 @@ class CacheRoom:
     def reserved(self) -> tuple[int, int]:
         """(bytes reserved by living processes, how many of them are not written yet)."""
         total = unwritten = 0
-        for entry in _scandir(self._scratch):
-            size = _reserved_bytes(entry.name)
+        for entry, size in self._reservations():
             written = sum(file.stat().st_blocks * 512 for file in _scandir(entry.path) if _exists(file))
             total += size
             unwritten += max(0, size - written)
@@ -188,7 +194,7 @@ class CacheRoom:
 
     def _dead_reservations(self) -> Iterator[str]:
         """Removes reservations whose owner is gone. Under the admission lock, so no new one is without its lock."""
-        for entry in _scandir(self._scratch):
+        for entry, _ in self._reservations():
             try:
                 fd = os.open(os.path.join(entry.path, "lock"), os.O_RDWR | os.O_CLOEXEC)
             except OSError:  # its owner died before it had a lock, or is just removing it
@@ -228,11 +234,6 @@ def remove_unless_open(path: Path) -> bool:
         return True
     finally:
         os.close(fd)
-
-
-def _reserved_bytes(name: str) -> int:
-    digits = name.rpartition("-")[2]
-    return int(digits) if digits.isdigit() else 0
 
 
 def _exists(entry: os.DirEntry[str]) -> bool:

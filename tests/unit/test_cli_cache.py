@@ -89,3 +89,13 @@ def test_files_of_earlier_versions_without_a_name_are_listed_and_purged_all_the_
     nameless = [f for f in run("ls", "--dir", str(folder), "--json")["files"] if f["name"] == "ab" * 16]
     assert nameless[0]["dataset"] == "" and nameless[0]["key"] == ""
     assert run("purge", "--dir", str(folder), "--all", "--json")["files"] == 5
+
+
+def test_what_is_not_the_caches_own_stays_where_the_folder_was_mistaken(tmp_path: Path) -> None:
+    theirs = [tmp_path / name for name in ("en/train.arrow", "en/train.lock", "tmp/notes/today.txt", "tmp/0123-4/x")]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("not ours")
+    assert run("ls", "--dir", str(tmp_path), "--json")["files"] == []
+    assert run("purge", "--all", "--dir", str(tmp_path), "--json")["files"] == 0
+    assert [path.read_text() for path in theirs if path.exists()] == ["not ours"] * len(theirs)
