@@ -48,9 +48,8 @@ def find_stragglers(paces: Mapping[int, Pace]) -> tuple[Straggler, ...]:
     known = {rank: pace.own_s / pace.steps for rank, pace in paces.items() if pace.steps >= MIN_STEPS}
     if len(known) < 2:
         return ()
-    ordered = sorted(
-        known.values()
-    )  # once: of thousands of ranks it is asked every few seconds, under the ledger's lock
+    # Once: thousands of ranks are judged every few seconds, under the ledger's lock.
+    ordered = sorted(known.values())
     found: list[Straggler] = []
     for rank, own_s in known.items():
         usual_s = _median_without(ordered, bisect_left(ordered, own_s))

@@ -166,7 +166,8 @@ class Session:
         start.
 
         Each global batch is one step: call `step` once for each batch, or for several to accumulate gradients over
-        them. `None` epochs never end. The iterator ends early once `should_stop` is true.
+        them; those that no step has followed come again with the next call. `None` epochs never end.
+        The iterator ends early once `should_stop` is true.
 
         dp_rank, dp_world: this rank's place in a data-parallel group that is not the world (tensor or pipeline
             parallel ranks share their batches). All ranks give them, or none.
