@@ -3,9 +3,11 @@ coordinator's callers."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from ray_goodput.clock import Clock
 from ray_goodput.core.commit import CheckpointId
@@ -19,6 +21,8 @@ from ray_goodput.storage.protocol import ObjectStore
 logger = logging.getLogger(__name__)
 
 FOLDER = "ledger"
+_NOTE_WAIT_S = 2.0
+"""How long the beginning of an attempt waits until its number is written."""
 
 
 class LedgerStore:
@@ -83,7 +87,13 @@ class LedgerStore:
     def attempt_started(self, attempt: int, world: int) -> None:
         with self._lock:
             self._ledger.attempt_started(attempt, world, self._clock.at_s())
-        self.flush()  # the number must outlive this process: it fences
+        # The number must outlive this process: it fences. But a storage that is away must not hold the call: one under
+        # way when the coordinator dies is sent again to its next life, which would take it for a new attempt's.
+        pool = ThreadPoolExecutor(1, thread_name_prefix="goodput-attempt")
+        written = pool.submit(self.flush)
+        pool.shutdown(wait=False)
+        with contextlib.suppress(TimeoutError):
+            written.result(_NOTE_WAIT_S)
 
     def rank_hello(self, attempt: int, world_rank: int, journal_s: float) -> None:
         with self._lock:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
 from journal_pages import page
+from ray_goodput.actors import ledger_store
 from ray_goodput.actors.coordinator import RunCoordinator
 from ray_goodput.clock import ManualClock
 from ray_goodput.core.buckets import Bucket
@@ -148,6 +150,26 @@ def test_a_coordinator_that_was_restarted_learns_the_living_processes_without_a_
     assert (second.status().attempt, second.status().workers) == (1, workers(1))
     assert [w.pid for w in second.watch.workers()] == [1], "its hangs would never be found"
     assert second.group_allocated(workers(2)) == 2
+
+
+def test_an_attempt_begins_though_its_number_cannot_be_written_now(
+    tmp_path: Path, lives: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_store, "_NOTE_WAIT_S", 0.05)
+    away = Event()
+    lives.callback(away.set)
+
+    def strike(called: str, key: str, n: int) -> None:
+        if called == "put" and key.startswith("ledger"):
+            away.wait(30)
+
+    one = coordinator(FaultyStore(LocalStore(tmp_path), strike), lives)
+    one.open()
+    begun = Thread(target=one.group_allocated, args=(workers(1),), daemon=True)
+    begun.start()
+    begun.join(10)
+    assert not begun.is_alive(), "sent again to its next life, the call would replace the attempt it had begun"
+    assert one.status().attempt == 1
 
 
 def test_a_restarted_coordinator_whose_books_lack_the_attempt_watches_it_by_its_own_number(
