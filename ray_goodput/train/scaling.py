@@ -227,7 +227,9 @@ class GoodputScalingPolicy(ElasticScalingPolicy):
         if (down or left_out) and self.scaling_config.label_selector is None:
             # What Ray reserved for this run may lack room that is there: it keeps places for a driver that was killed
             # for minutes, and may have reserved those of this run on a node that is left out.
-            for node, free in available_resources().items():
+            everywhere = available_resources()
+            left_out |= self._left_out({node: free for node, free in everywhere.items() if node not in reserved})
+            for node, free in everywhere.items():
                 if node not in left_out:
                     kept = usable.setdefault(node, {})
                     kept.update({name: amount for name, amount in free.items() if amount > kept.get(name, 0.0)})

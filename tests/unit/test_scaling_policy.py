@@ -112,6 +112,16 @@ def test_a_group_grows_onto_a_new_node_while_ray_keeps_a_place_on_a_draining_one
     assert look(policy, 2, started_s) == 3
 
 
+def test_free_room_on_a_node_that_goes_or_is_silent_is_none_though_ray_reserved_nothing_there(cluster: Cluster) -> None:
+    cluster.reserved = {"a": {"CPU": 1.0}}
+    cluster.free = {"a": {"CPU": 1.0}, "b": {"CPU": 4.0}, "c": {"CPU": 4.0}}
+    cluster.draining, cluster.silent = {"b": 30.0}, {"c"}
+    policy = cluster.policy((1, 3))
+    assert start(policy) == 1
+    cluster.silent = set()
+    assert start(policy) == 3
+
+
 def test_a_fixed_number_is_waited_for_and_then_given_up_in_one_sentence(cluster: Cluster) -> None:
     policy = cluster.policy(4, max_wait_for_workers_s=50.0)
     for _ in range(50):
