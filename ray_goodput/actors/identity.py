@@ -16,7 +16,8 @@ _FORMAT, _VERSION = "ray_goodput.run", 1
 
 
 def run_identity(store: ObjectStore) -> str:
-    """The id in `run.json`, made at the first call. Only the run's coordinator calls it, so nobody races.
+    """The id in `run.json`, made at the first call. Only the run's coordinator calls it, or rank 0 where there is none:
+    nobody races.
 
     Raises:
         StorageError: the storage cannot be read or written.

@@ -40,6 +40,8 @@ _HURRIED_PAUSE_S = 0.5
 class CoordinatorPort(Protocol):
     """What a vault asks of the run's coordinator."""
 
+    def identity(self) -> str: ...
+
     def landed(self, landed: LandedSlice) -> None: ...
 
     def journal_tail(self, attempt: int, world_rank: int, page: Any) -> None: ...
@@ -174,7 +176,7 @@ class CheckpointVault:
         """What workers of attempts before `attempt` staged is on NVMe, and the coordinator knows all that is held here:
         it is about to choose where `attempt` goes on. Uploads are not waited for."""
         for folder in self._old_slots(attempt):
-            for staged in staged_in(folder):
+            for staged in self._left_in(folder):
                 try:
                     self._copies.flush(staged)
                 except FencedError as error:
@@ -223,7 +225,7 @@ class CheckpointVault:
         self._hurry.clear()  # who was about to go has gone
         with self._adopting:
             for folder in self._old_slots(attempt):
-                for staged in staged_in(folder):
+                for staged in self._left_in(folder):
                     self._adopt_slice(staged)
                 shutil.rmtree(folder, ignore_errors=True)
             for path in sorted(self._journals.glob("attempt-*/rank-*.journal")):
@@ -245,6 +247,23 @@ class CheckpointVault:
         folders = sorted(f for root in self._slots for f in root.glob("attempt-*"))
         numbered = [(parse_attempt_dir(folder.name), folder) for folder in folders]
         return [folder for number, folder in numbered if number is not None and number < attempt]
+
+    def _left_in(self, folder: Path) -> Iterator[StagedSlice]:
+        """What workers of this run staged there. A deleted run of the same name may have left slices under the numbers
+        of this one's: they would be written over what is committed now."""
+        for staged in staged_in(folder):
+            owner = staged.extra.get("run_id")
+            if owner is None or owner == self._run_id(owner):
+                yield staged
+            else:
+                logger.info("%s was left by a deleted run of the same name; it is of no use.", _title(staged))
+
+    def _run_id(self, otherwise: str) -> str:
+        try:
+            return self._coordinator.identity()
+        except (GoodputError, ValueError) as error:  # it is asked again before anything of another run could count
+            logger.warning("The run's identity cannot be asked for: %s", error)
+            return otherwise
 
     def _adopt_slice(self, staged: StagedSlice) -> None:
         step, world_rank = staged.checkpoint.step, staged.world_rank

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ray_goodput.actors.commits import CHECKPOINTS, CommitLog
+from ray_goodput.actors.identity import run_identity
 from ray_goodput.actors.names import attempt_dir, journals_dir, local_checkpoints_dir, run_key, slots_dirs
 from ray_goodput.actors.vault import CheckpointVault
 from ray_goodput.checkpoint.agreed_restore import load_newest
@@ -59,8 +60,12 @@ class _InFlight:
 class _Board:
     """What a vault tells its coordinator, noted for rank 0."""
 
-    def __init__(self, board: LandingBoard) -> None:
+    def __init__(self, board: LandingBoard, run_id: str) -> None:
         self._board = board
+        self._run_id = run_id
+
+    def identity(self) -> str:
+        return self._run_id
 
     def landed(self, landed: LandedSlice) -> None:
         self._board.post(landed)
@@ -253,11 +258,11 @@ class Checkpointer:
             keep_every=self._config.keep_every,
         )
 
-        def begin() -> int:
+        def begin() -> tuple[int, str]:
             self._log.open()
-            return self._board.begin_attempt(self._log.highest_attempt + 1)
+            return self._board.begin_attempt(self._log.highest_attempt + 1), run_identity(self._store)
 
-        self._attempt: int = self._on_rank_0(begin)
+        self._attempt, self._run_id = self._on_rank_0(begin)
         nodes = self._world.gather((socket.gethostname(), str(self._local_dir.absolute())))
         self._ranks_of_node = [rank for rank, node in enumerate(nodes) if node == nodes[self._world.world_rank]]
         self._local_checkpoints = local_checkpoints_dir(self._local_dir, self._key)
@@ -265,7 +270,7 @@ class Checkpointer:
         self._vault = CheckpointVault(
             node_id=nodes[self._world.world_rank][0],
             store=self._store,
-            coordinator=_Board(self._board),
+            coordinator=_Board(self._board, self._run_id),
             local_checkpoints=self._local_checkpoints,
             slots=slots,
             journals=journals_dir(self._local_dir, self._key),
@@ -331,7 +336,8 @@ class Checkpointer:
             while self._stager.num_free == 0 and self._in_flight:
                 wait([self._in_flight[0].future])
                 self._collect_finished()
-        checkpoint, extra = CheckpointId(step, self._attempt), {"rng_seed": torch.initial_seed()}
+        checkpoint = CheckpointId(step, self._attempt)
+        extra = {"rng_seed": torch.initial_seed(), "run_id": self._run_id}
         pending = self._stager.begin(tree, checkpoint, rank_state=capture_rng(), cursors=cursors, extra=extra)
         if pending is None:
             self.skipped += 1

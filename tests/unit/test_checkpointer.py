@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,23 @@ def test_what_a_killed_process_staged_is_committed_by_the_next_start(
     assert after.start == 2 and equal(after.weights(), killed.weights())
     assert not folder.exists()
     after.saves.close()
+
+
+def test_what_a_deleted_run_in_the_same_place_staged_is_never_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointVault, "persist", lambda self, staged: None)  # killed before the upload
+        deleted = Job(tmp_path / "run")
+        deleted.train(4)
+        deleted.saves._uploads.shutdown()
+        deleted.saves._committer.close(5.0)
+    shutil.rmtree(tmp_path / "run")
+    killed = Job(tmp_path / "run")
+    killed.train(2)
+    assert (killed.saves.attempt, killed.saves.wait()) == (1, True)
+    assert Job(tmp_path / "run").start == 2, "step 4 is the deleted run's"
+    assert rg.latest_complete(tmp_path / "run", verify=True) is not None, "nor is it written over what is committed"
 
 
 def test_an_earlier_start_that_is_still_alive_can_commit_no_more(

@@ -433,3 +433,19 @@ def test_an_attempt_that_went_on_stays_fencing_in_the_next_life_of_the_coordinat
     with pytest.raises(FencedError):
         nodes.persist(late)
     assert nodes.coordinator.committed_step() == 10
+
+
+def test_what_a_deleted_run_staged_is_written_over_nothing_of_the_same_number(tmp_path: Path, cluster: Made) -> None:
+    nodes = cluster(tmp_path)
+    of_a_deleted_run(nodes, life="0")
+    nodes.persist(nodes.stage(50))
+    nodes.hold(2)
+    for vault in nodes.vaults.values():
+        vault.adopt(2)
+    record = nodes.coordinator.resume_point(2)
+    assert record is not None and record.checkpoint == CheckpointId(50, 1)
+    for rank, name in enumerate(nodes.names):
+        folder = record.checkpoint.folder
+        assert nodes.store.get(f"checkpoints/{folder}/__{rank}_0.distcp") == content(50, rank)
+        source = LocalFirstSource(record, [nodes.local(name) / folder])
+        assert source.path(f"__{rank}_0.distcp").read_bytes() == content(50, rank)
