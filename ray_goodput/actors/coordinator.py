@@ -332,7 +332,7 @@ class RunCoordinator:
         """The save made last that survives processes, committed or complete on the nodes: of the latest attempt that
         has any, which need not be the one of the largest step."""
         saves = [*(r.checkpoint for r in self._commits.records()), *filter(None, [self._points.newest_complete()])]
-        return max(saves, key=lambda c: (c.attempt, c.step), default=None)
+        return max(saves, key=lambda c: c.made, default=None)
 
     # for people and tools
 

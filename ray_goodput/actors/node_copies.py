@@ -166,12 +166,12 @@ class NodeCopies:
         older attempt's higher steps are the older ones), those since the newest save that is complete on nodes, and
         those being written or read."""
         copies = [c for c in map(CheckpointId.parse, _names(self._folder)) if c is not None]
-        copies.sort(key=_in_order_made, reverse=True)
+        copies.sort(key=lambda c: c.made, reverse=True)
         with self._lock:
             busy = {c for c, users in self._writing.items() if users > 0} | {self._wanted}
             since = self._complete
             for number, checkpoint in enumerate(copies):
-                old = self._near is None or (since is not None and _in_order_made(checkpoint) < _in_order_made(since))
+                old = self._near is None or (since is not None and checkpoint.made < since.made)
                 if checkpoint not in busy and number >= (self._keep if old else _MAX_COPIES):
                     self._remove(checkpoint)
             self._writing = Counter({c: users for c, users in self._writing.items() if users > 0})
@@ -259,10 +259,6 @@ class NodeCopies:
         for note in folder.glob(".held-*.json"):  # first: they vouch for the rest
             note.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _in_order_made(checkpoint: CheckpointId) -> tuple[int, int]:
-    return checkpoint.attempt, checkpoint.step
 
 
 def _names(folder: Path) -> list[str]:

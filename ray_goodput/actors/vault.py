@@ -149,7 +149,9 @@ class CheckpointVault:
                 )
         landed = replace(flushed.landed, upload_s=time.monotonic() - started)
         with self._lock:
-            self._landed[staged.world_rank] = landed
+            newest = self._landed.get(staged.world_rank)
+            if newest is None or staged.checkpoint.made > newest.slice.checkpoint.made:  # `adopt` brings older ones
+                self._landed[staged.world_rank] = landed
         return landed
 
     def _upload(self, checkpoint: CheckpointId, objects: Sequence[_Upload]) -> None:

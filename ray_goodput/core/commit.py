@@ -27,6 +27,11 @@ class CheckpointId:
     attempt: int
 
     @property
+    def made(self) -> tuple[int, int]:
+        """Sorts saves by when they were made: after a rollback an older attempt's higher steps are the older ones."""
+        return self.attempt, self.step
+
+    @property
     def folder(self) -> str:
         return f"step-{self.step:010d}-{self.attempt}"
 

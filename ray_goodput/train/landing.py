@@ -135,14 +135,17 @@ class Committer:
         try:
             if not self.commit_if_whole(checkpoint, self._world_size):
                 return False
-            self._log.prune()
-            return True
         except FencedError as error:
             self.fenced = error
             return True
         except (StorageError, CorruptCheckpointError) as error:  # the next round tries again
             logger.warning("The commit of step %d is tried again: %s", checkpoint.step, error)
-            return False
+            return self._log.is_committed(checkpoint)  # else its notes are gone and it would be waited for in vain
+        try:
+            self._log.prune()
+        except StorageError as error:
+            logger.warning("Old checkpoints stay until the next commit: %s", error)
+        return True
 
 
 def _landed_from_json(data: bytes) -> LandedSlice:

@@ -216,3 +216,21 @@ def test_methods_out_of_order_say_what_to_do(tmp_path: Path) -> None:
         saves.restore(model=nn.Linear(1, 1))
     saves.close()
     saves.close()
+
+
+def test_a_storage_that_refuses_deletions_costs_no_commit_and_is_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def refuse(self: Any) -> None:
+        raise StorageError("deletions are forbidden")
+
+    monkeypatch.setattr("ray_goodput.actors.commits.CommitLog.prune", refuse)
+    job = Job(tmp_path / "run")
+    job.train(2)
+    assert job.saves.wait()
+    committer = job.saves._committer
+    with committer._changed:
+        committer._changed.wait_for(lambda: not committer._waiting, timeout=5)
+        assert not committer._waiting, "it would look for its notes for ever"
+    job.saves.close()

@@ -286,3 +286,15 @@ def test_a_coordinator_that_does_not_answer_delays_the_commit_without_a_second_u
     node.coordinator.landed = away  # type: ignore[method-assign]
     node.vault.persist(node.stage(10))
     assert node.coordinator.log.newest() is not None and uploads == ["upload_file"]
+
+
+def test_an_older_slice_that_is_finished_late_does_not_hide_the_newest_one(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    older, newer = node.stage(50), node.stage(20, attempt=2)  # attempt 2 went on from before step 20
+    node.coordinator.landed = lambda landed: None  # type: ignore[method-assign]
+    node.vault.persist(newer)
+    node.vault.persist(older)
+    del node.coordinator.landed
+    node.vault.land_again(20)
+    newest = node.coordinator.log.newest()
+    assert newest is not None and newest.checkpoint == CheckpointId(20, 2)
