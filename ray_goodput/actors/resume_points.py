@@ -30,6 +30,7 @@ class ResumePoints:
         self._commits = commits
         self._answering = answering
         self._near = NearCopies(run, xxh3_128_hex)
+        self._chosen_near: CheckpointId | None = None
         self._answered: frozenset[str] = (
             frozenset()
         )  # when it was asked last: a silent node costs a reader half a minute
@@ -70,6 +71,7 @@ class ResumePoints:
             self._answered = frozenset(answering)
             record = self._commits.fence_and_choose(attempt, tuple(self._near.records(answering)))
             self._near.keep_only(self._commits.may_still_commit)
+            self._chosen_near = record.checkpoint if isinstance(record, NearRecord) else None
         if isinstance(record, NearRecord):
             logger.info(
                 "Attempt %d goes on from step %d, which is complete on the nodes%s.",
@@ -85,7 +87,8 @@ class ResumePoints:
         with self._lock:
             near = checkpoint in self._near
             self._near.keep_only(lambda c: c != checkpoint)
-        if self._commits.is_committed(checkpoint):
+            copies_only, self._chosen_near = self._chosen_near == checkpoint, None
+        if self._commits.is_committed(checkpoint) and not copies_only:  # else it may have been committed since: look
             self._commits.mark_bad(checkpoint, reason)
         elif near:
             logger.warning("The copies of step %d on the nodes cannot be used: %s", checkpoint.step, reason)

@@ -449,3 +449,18 @@ def test_what_a_deleted_run_staged_is_written_over_nothing_of_the_same_number(tm
         assert nodes.store.get(f"checkpoints/{folder}/__{rank}_0.distcp") == content(50, rank)
         source = LocalFirstSource(record, [nodes.local(name) / folder])
         assert source.path(f"__{rank}_0.distcp").read_bytes() == content(50, rank)
+
+
+def test_damaged_copies_do_not_count_against_a_commit_that_is_made_meanwhile(tmp_path: Path, cluster: Made) -> None:
+    nodes = cluster(tmp_path)
+    committed(nodes)
+    staged = nodes.stage(20)
+    nodes.hold(2)
+    assert isinstance(nodes.coordinator.resume_point(2), NearRecord)
+    nodes.persist(staged)  # its upload comes through while ranks read the copies
+    nodes.coordinator.mark_bad(CheckpointId(20, 1), "a copy is damaged, and storage had none yet")
+    record = nodes.coordinator.resume_point(2)
+    assert record is not None and record.checkpoint == CheckpointId(20, 1) and not isinstance(record, NearRecord)
+    nodes.coordinator.mark_bad(CheckpointId(20, 1), "in storage, too")
+    record = nodes.coordinator.resume_point(2)
+    assert record is not None and record.checkpoint == CheckpointId(10, 1)
