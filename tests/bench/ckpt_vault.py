@@ -41,6 +41,9 @@ class _Coordinator:
     def __init__(self, log: CommitLog) -> None:
         self._log = log
 
+    def identity(self) -> str:
+        return "run"
+
     def landed(self, landed: LandedSlice) -> None:
         self._log.landed(landed)
 

@@ -33,6 +33,9 @@ class Coordinator:
     def __init__(self, log: CommitLog) -> None:
         self._log = log
 
+    def identity(self) -> str:
+        return "run"
+
     def landed(self, landed: LandedSlice) -> None:
         self._log.landed(landed)
 
@@ -66,6 +69,9 @@ class FarCoordinator:
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
+
+    def identity(self) -> str:
+        return "run"
 
     def landed(self, landed: LandedSlice) -> None:
         self._pipe.send(landed)

@@ -110,6 +110,7 @@ def test_what_a_deleted_run_in_the_same_place_staged_is_never_gone_on_from(
         deleted = Job(tmp_path / "run")
         deleted.train(4)
         deleted.saves._uploads.shutdown()
+        assert deleted.saves._committer is not None
         deleted.saves._committer.close(5.0)
     shutil.rmtree(tmp_path / "run")
     killed = Job(tmp_path / "run")
@@ -230,6 +231,7 @@ def test_a_storage_that_refuses_deletions_costs_no_commit_and_is_waited_for_no_l
     job.train(2)
     assert job.saves.wait()
     committer = job.saves._committer
+    assert committer is not None
     with committer._changed:
         committer._changed.wait_for(lambda: not committer._waiting, timeout=5)
         assert not committer._waiting, "it would look for its notes for ever"

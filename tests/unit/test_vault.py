@@ -29,6 +29,9 @@ class Coordinator:
         self.log.open()
         self.tails: list[tuple[int, int, JournalPage]] = []
 
+    def identity(self) -> str:
+        return "r"
+
     def landed(self, landed: LandedSlice) -> None:
         self.log.landed(landed)
 
