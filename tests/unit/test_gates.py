@@ -95,6 +95,7 @@ def test_a_file_that_is_no_rule_strikes_nobody(tmp_path: Path) -> None:
     for text in ("", "{}", '{"place": "step"}', '{"action": "explode", "place": "step", "until_at_s": 4e9}'):
         path.write_text(text)
         obey(tmp_path, "step", {})
+    assert not (tmp_path / "marks").exists()
 
 
 def test_a_killed_process_left_its_mark(tmp_path: Path) -> None:

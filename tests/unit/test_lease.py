@@ -159,8 +159,10 @@ def test_a_renewal_that_comes_after_the_release_does_not_take_the_run_again(stor
     one.take()
     one.lease.release()
     one.lease.renew()  # of the thread that had begun it before
+    assert read(store).released
     two.meanwhile = lambda: pytest.fail("waited for a run that has ended")
     two.take()
+    assert read(store).holder.id == "two"
 
 
 def test_a_driver_that_wakes_up_after_its_run_was_taken_is_told_once_and_takes_nothing_back(store: LocalStore) -> None:
