@@ -14,6 +14,7 @@ from typing import Any
 import ray
 import ray.train
 from ray._private.state import state as _cluster_state
+from ray.core.generated import gcs_pb2
 from ray.exceptions import RayActorError, RayError
 from ray.train.v2._internal.exceptions import (
     RayTrainError,
@@ -67,6 +68,7 @@ __all__ = [
     "worker_infos",
 ]
 
+_PlacementGroup: Any = vars(gcs_pb2)["PlacementGroupTableData"]  # made at import: no type checker sees it
 _CALL_TIMEOUT_S = 5.0
 # What gloo and NCCL say on the ranks that are left when a peer is gone.
 _LOST_PEER = re.compile(
@@ -157,6 +159,25 @@ def draining_nodes() -> dict[str, float | None]:
 def available_resources() -> Mapping[str, Mapping[str, float]]:
     """What is free on each living node: node id -> resources. One GCS call."""
     return _cluster_state.available_resources_per_node()
+
+
+def own_placed_resources() -> Mapping[str, Mapping[str, float]]:
+    """What placement groups of the calling actor hold on the nodes: node id -> resources. One GCS call.
+
+    Ray Train's controller creates its worker group's, and removes it only when it starts the next one.
+    """
+    own = bytes.fromhex(ray.get_runtime_context().get_actor_id() or "")
+    held: dict[str, dict[str, float]] = {}
+    for raw in _cluster_state._connect_and_get_accessor().get_placement_group_table():
+        group = _PlacementGroup.FromString(raw)
+        if group.creator_actor_id != own or group.state == _PlacementGroup.REMOVED:
+            continue
+        for bundle in group.bundles:
+            if bundle.node_id:  # else it has no place, or lost it with its node
+                on_node = held.setdefault(bundle.node_id.hex(), {})
+                for name, amount in bundle.unit_resources.items():
+                    on_node[name] = on_node.get(name, 0.0) + amount
+    return held
 
 
 def fresh_reserved_resources(policy: ElasticScalingPolicy) -> Mapping[str, Mapping[str, float]] | None:

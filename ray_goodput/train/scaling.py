@@ -35,6 +35,7 @@ from ray_goodput.train.ray_compat import (
     available_resources,
     draining_nodes,
     fresh_reserved_resources,
+    own_placed_resources,
 )
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,8 @@ class GoodputScalingPolicy(ElasticScalingPolicy):
             return NoopDecision()  # Ray's own coordinator is being started again
         usable, left_out = self._usable(fresh, down=True)
         decision = decide_start(self._state(self._count_possible_workers(usable), left_out))
-        self._say(decision.reason)
+        # A run that waits is seen to wait: a controller's log has no handler of its own, and then shows warnings only.
+        self._say(decision.reason, logging.INFO if decision.action is Start.GO else logging.WARNING)
         if decision.action is Start.GIVE_UP:
             raise WorkersUnavailableError(
                 f"The run's workers cannot be had. {decision.reason} Each needs {dict(self._worker_resources)}. "
@@ -226,8 +228,9 @@ class GoodputScalingPolicy(ElasticScalingPolicy):
         usable = {node: dict(resources) for node, resources in reserved.items() if node not in left_out}
         if (down or left_out) and self.scaling_config.label_selector is None:
             # What Ray reserved for this run may lack room that is there: it keeps places for a driver that was killed
-            # for minutes, and may have reserved those of this run on a node that is left out.
-            everywhere = available_resources()
+            # for minutes, and may have reserved those of this run on a node that is left out. The places of the worker
+            # group that failed are not free yet: Ray lets them go when it starts the next one.
+            everywhere = _sum(available_resources(), own_placed_resources())
             left_out |= self._left_out({node: free for node, free in everywhere.items() if node not in reserved})
             for node, free in everywhere.items():
                 if node not in left_out:
@@ -276,6 +279,16 @@ class GoodputScalingPolicy(ElasticScalingPolicy):
 
     def _coordinator(self) -> Any:
         return ray.get_actor(coordinator_name(self._run_key), namespace=NAMESPACE)
+
+
+def _sum(free: Resources, held: Resources) -> Resources:
+    """Both together, of the nodes that have something free or would have: those that live."""
+    return {
+        node: {
+            name: amounts.get(name, 0.0) + held.get(node, {}).get(name, 0.0) for name in {*amounts, *held.get(node, {})}
+        }
+        for node, amounts in free.items()
+    }
 
 
 def _answered(ref: Any) -> bool:

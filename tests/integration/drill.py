@@ -89,6 +89,8 @@ class Drill:
         if fault.target is Target.RAYLET and not self._elastic and strike.world >= self._nodes:
             self._replace_nodes()  # no node is left over: the run waits for a new one
         first = self._wait(lambda: self._new_step(strike), f"a new step after {fault}")
+        undisturbed = not self._ends(fault) and fault.phase not in (Phase.RESTORING, Phase.GROWING)
+        assert not undisturbed or first["attempt"] == strike.attempt, f"{fault} restarted the training"
         self._wait(lambda: self._committed() > strike.committed_step, f"a commit after {fault}")
         self._say(f"{fault}: a new step after {first['at_s'] - strike.at_s:.1f} s")
         self._mend()
@@ -166,13 +168,14 @@ class Drill:
                 path.unlink(missing_ok=True)
 
     def _new_step(self, strike: Strike) -> dict[str, Any] | None:
-        fault = strike.fault
-        ends = fault.target in (Target.WORKER, Target.RAYLET) or (fault.target, fault.kind) == (
-            Target.DRIVER,
-            Kind.KILL,
-        )
-        least = strike.attempt + ends
+        least = strike.attempt + self._ends(strike.fault)
         return next((s for s in self.steps() if s["at_s"] > strike.at_s and s["attempt"] >= least), None)
+
+    @staticmethod
+    def _ends(fault: Fault) -> bool:
+        """Whether the attempt cannot go on after it."""
+        killed_driver = (fault.target, fault.kind) == (Target.DRIVER, Kind.KILL)
+        return killed_driver or fault.target in (Target.WORKER, Target.RAYLET)
 
     def _committed(self) -> int:
         status = self._run.status()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -197,6 +198,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=None, help="seed of 12 cells, instead of all; no file is written")
     parser.add_argument("--limit", type=int, default=None, help="at most so many cells of each kind of run")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the cluster is stopped
     say = Say()
     texts = [text.strip() for text in args.only.split(",") if text.strip()]
     if args.sample is not None:

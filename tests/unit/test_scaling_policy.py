@@ -21,6 +21,7 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reserved: dict[str, dict[str, float]] = {}
         self.free: dict[str, dict[str, float]] = {}
+        self.held: dict[str, dict[str, float]] = {}
         self.silent: set[str] = set()
         self.draining: dict[str, float | None] = {}
         self.commit_age_s: float | None = None
@@ -28,6 +29,7 @@ class Cluster:
         self.now_s = 100.0
         monkeypatch.setattr(scaling, "fresh_reserved_resources", lambda policy: self.reserved)
         monkeypatch.setattr(scaling, "available_resources", lambda: self.free)
+        monkeypatch.setattr(scaling, "own_placed_resources", lambda: self.held)
         monkeypatch.setattr(scaling, "draining_nodes", lambda: self.draining)
         clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.advance)
         monkeypatch.setattr(scaling, "time", clock)
@@ -99,6 +101,18 @@ def test_places_that_ray_keeps_for_a_killed_driver_are_taken_once_they_are_free(
     cluster.free = {"a": {"CPU": 1.0}, "b": {"CPU": 1.0}}
     assert start(cluster.policy(2)) == 2
     assert start(cluster.policy((1, 2))) == 2
+
+
+def test_places_of_the_group_that_failed_count_before_ray_has_let_them_go(cluster: Cluster) -> None:
+    """As after a driver and then a worker were killed: two of three CPUs are kept for the dead driver, two are held by
+    the group that failed."""
+    cluster.reserved = {"c": {"CPU": 1.0}}
+    cluster.free = {"a": {"memory": 1.0}, "b": {"memory": 1.0}, "c": {"CPU": 1.0, "memory": 1.0}}
+    cluster.held = {"a": {"CPU": 1.0}, "b": {"CPU": 1.0}, "gone": {"CPU": 4.0}}
+    assert start(cluster.policy(2)) == 2
+    assert start(cluster.policy((1, 8))) == 3
+    cluster.silent = {"a"}
+    assert start(cluster.policy((1, 8))) == 2
 
 
 def test_a_group_grows_onto_a_new_node_while_ray_keeps_a_place_on_a_draining_one(cluster: Cluster) -> None:
