@@ -124,9 +124,8 @@ def note_step(path: str, step: int, attempt: int, world: int) -> None:
         log.write(json.dumps({"at_s": time.time(), "step": step, "attempt": attempt, "world": world}) + "\n")
 
 
-def kill_once(observer: Any, seed: int, target: str, killed: list[int], stop: threading.Event) -> None:
-    """SIGKILL a process of the run at a random moment after the first commit: a worker, or actors by their classes, one
-    after the other."""
+def kill_once(observer: Any, seed: int, killed: list[int], stop: threading.Event) -> None:
+    """SIGKILL one worker of the first attempt at a random moment after its first commit."""
     chance = random.Random(seed)
     while not stop.wait(0.05):
         status = observer.status()
@@ -134,13 +133,10 @@ def kill_once(observer: Any, seed: int, target: str, killed: list[int], stop: th
             break
     else:
         return
-    for one in target.split(","):
-        time.sleep(chance.uniform(0.0, 1.5))
-        status = observer.status() or status
-        victims = [w.pid for w in status.workers] if one == "worker" else actor_pids(one)
-        victim = chance.choice(victims)
-        os.kill(victim, signal.SIGKILL)
-        killed.append(victim)
+    time.sleep(chance.uniform(0.0, 1.5))
+    victim = chance.choice([w.pid for w in (observer.status() or status).workers])
+    os.kill(victim, signal.SIGKILL)
+    killed.append(victim)
 
 
 def actor_pids(class_name: str) -> list[int]:
@@ -167,7 +163,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--seed", type=int, default=3, help="of the sample order")
     parser.add_argument("--kill", type=int, default=None, help="seed of the moment and the victim")
-    parser.add_argument("--target", default="worker", help="whom to kill: worker, or classes of actors")
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--skip-restore", action="store_true")
     parser.add_argument("--reproducible", action="store_true")
@@ -234,7 +229,7 @@ def main() -> None:
     stop = threading.Event()
     killer = None
     if args.kill is not None:
-        killer = threading.Thread(target=kill_once, args=(observer, args.kill, args.target, killed, stop), daemon=True)
+        killer = threading.Thread(target=kill_once, args=(observer, args.kill, killed, stop), daemon=True)
         killer.start()
     result = None
     outcome: dict[str, Any] = {}

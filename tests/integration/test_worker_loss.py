@@ -44,18 +44,6 @@ def test_a_worker_killed_at_a_random_moment_changes_neither_samples_nor_weights(
     assert "are uncertain" in shown
 
 
-def test_actors_killed_at_random_moments_are_rebuilt_while_training_goes_on(
-    job: StartJob, undisturbed: Finished
-) -> None:
-    targets = "_VaultProcess,_CoordinatorProcess,_ShardCacheProcess"
-    killed = job("killed-actors", "--kill", "7", "--target", targets, "--step-s", "0.2").succeed()
-    assert len(killed.outcome["killed"]) == 3
-    assert killed.outcome["goodput"]["attempts"][-1]["attempt"] == 1, "training was restarted"
-    assert killed.outcome["goodput"]["durable_step"] == undisturbed.outcome["goodput"]["durable_step"]
-    assert killed.outcome["weights"] == undisturbed.outcome["weights"]
-    assert_nothing_lost(killed, undisturbed.audit().steps)
-
-
 def test_three_ranks_resume_bit_identically_when_reproducible(job: StartJob, undisturbed: Finished) -> None:
     arguments = ("--workers", "3", "--reproducible")
     whole = job("three", *arguments).succeed()
