@@ -34,25 +34,29 @@ class NearNodes:
         self.domains = {name: domains.get(name, "") for name in nodes}
         self.store = FaultyStore(open_store(StoreSpec(uri=str(root / "storage"))), before=self._strike)
         self.before_receive: Callable[[str, int], None] = lambda node, offset: None
-        self.coordinator = self.restart_coordinator()
+        self.coordinator = self._new_coordinator(restarted=False)
         self.vaults = {name: self.vault(name) for name in nodes}
 
-    def restart_coordinator(self) -> RunCoordinator:
+    def restart_coordinator(self, *, new_driver: bool = False) -> None:
         """A new life of the coordinator, with what storage tells it."""
+        self.coordinator.stop()
+        self.coordinator = self._new_coordinator(restarted=not new_driver)
 
+    def _new_coordinator(self, *, restarted: bool) -> RunCoordinator:
         def answering(nodes: Collection[str]) -> set[str]:
             return set(nodes) - self.silent
 
-        self.coordinator = RunCoordinator(
+        made = RunCoordinator(
             run="run",
             store=self.store,
             clock=ManualClock(),
             target_world=len(self.names),
             answering=answering,
             domains=lambda: {name: d for name, d in self.domains.items() if name not in self.silent},
+            restarted=restarted,
         )
-        self.coordinator.open()
-        return self.coordinator
+        made.open()
+        return made
 
     def vault(self, name: str) -> CheckpointVault:
         """The vault of a node: its first life, or the next one."""

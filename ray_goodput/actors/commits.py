@@ -72,6 +72,7 @@ class CommitLog:
         self._trunk: CheckpointId | None = None  # what the newest attempt resumed from, if that is not committed
         self._highest_attempt = 0
         self._sweep_failed = False
+        self._held_until_mono_s: float | None = None
         self._changed = threading.Condition()
         self._decision = threading.Lock()
 
@@ -96,12 +97,34 @@ class CommitLog:
     def restore_fence(self, attempt: int, trunk: CheckpointId | None = None) -> None:
         """After the coordinator's own restart: attempts before `attempt` stay fenced (C6), but for `trunk`, the save
         that it went on from if that was not committed."""
-        with self._changed:
-            if attempt <= self._fence:  # as always but after a restart: no wait for a commit that is being written
-                return
         with self._decision, self._changed:
             if attempt > self._fence:
                 self._fence, self._trunk = attempt, trunk
+
+    def hold_commits(self, for_s: float) -> None:
+        """No commit record is written for so long, unless `goes_on` or `fence_and_choose` tells earlier which attempt
+        is the present one. After a restart: what a life before told it, and could not note down, fences as well."""
+        with self._changed:
+            self._held_until_mono_s = self._clock.mono_s() + for_s
+
+    def knows_start(self, attempt: int, trunk: CheckpointId | None) -> bool:
+        """Whether `goes_on` would change nothing. Never waits."""
+        with self._changed:
+            known = attempt == self._fence and trunk == self._trunk and self._held_until_mono_s is None
+            return known or attempt < self._fence
+
+    def goes_on(self, attempt: int, trunk: CheckpointId | None, *, wait: bool) -> bool:
+        """`attempt`, the present one, was told to go on from a commit, or from `trunk` if that was not one: fenced is
+        what that fences, and commits are written again. False: a record is being written and `wait` is not set."""
+        if not self._decision.acquire(blocking=wait):
+            return False
+        try:
+            with self._changed:
+                if attempt >= self._fence:
+                    self._raise_fence(attempt, trunk)
+        finally:
+            self._decision.release()
+        return True
 
     def fence_all(self, reason: str) -> None:
         """From now on no attempt of this driver can commit, restore or prune."""
@@ -135,12 +158,9 @@ class CommitLog:
                 raise FencedError(
                     f"Attempt {attempt} was replaced by attempt {self._fence}; it may not restore or save."
                 )
-            self._fence = attempt
             newest, bad = self._catalog.newest(), self._catalog.bad
             chosen = next((r for r in near if newest is None or r.checkpoint > newest.checkpoint), newest)
-            self._trunk = chosen.checkpoint if isinstance(chosen, NearRecord) else None
-            for checkpoint in [c for c in self._pending if self._is_fenced(c)]:
-                del self._pending[checkpoint]
+            self._raise_fence(attempt, chosen.checkpoint if isinstance(chosen, NearRecord) else None)
         if chosen is None and bad:
             reasons = "; ".join(f"{checkpoint.folder} ({reason})" for checkpoint, reason in sorted(bad.items()))
             raise CorruptCheckpointError(
@@ -187,6 +207,7 @@ class CommitLog:
                 return None
             pending.committing = True
         try:
+            self._wait_while_held()
             return self._commit(checkpoint, pending.landed)
         finally:
             with self._changed:
@@ -256,6 +277,22 @@ class CommitLog:
                 self._pending.pop(checkpoint, None)
                 self._changed.notify_all()
         return record
+
+    def _raise_fence(self, attempt: int, trunk: CheckpointId | None) -> None:
+        """With both locks held."""
+        self._fence, self._trunk, self._held_until_mono_s = attempt, trunk, None
+        for checkpoint in [c for c in self._pending if self._is_fenced(c)]:
+            del self._pending[checkpoint]
+        self._changed.notify_all()
+
+    def _wait_while_held(self) -> None:
+        with self._changed:
+            while self._held_until_mono_s is not None and not self._fenced_out:
+                left_s = self._held_until_mono_s - self._clock.mono_s()
+                if left_s <= 0.0:  # nobody has said a word: no attempt lives that went on from anywhere
+                    self._held_until_mono_s = None
+                else:
+                    self._changed.wait(left_s)
 
     def _is_fenced(self, checkpoint: CheckpointId) -> bool:
         trunk = self._trunk

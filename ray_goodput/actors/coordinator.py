@@ -27,7 +27,7 @@ from ray_goodput.clock import Clock
 from ray_goodput.config import WatchdogConfig
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
 from ray_goodput.core.data_flow import DataCounts
-from ray_goodput.core.run_state import HeartbeatAnswer, Resume, RunStatus, WorkerInfo, processes_of
+from ray_goodput.core.run_state import AttemptStart, HeartbeatAnswer, Resume, RunStatus, WorkerInfo, processes_of
 from ray_goodput.core.tiers import peers_of
 from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.goodput.metrics import RunFigures
@@ -35,12 +35,17 @@ from ray_goodput.goodput.report import GoodputReport
 from ray_goodput.storage.protocol import ObjectStore
 
 _CURVES_WAIT_S = 10.0
+_WORD_WAIT_S = 60.0
+"""How long a coordinator that was restarted waits for a word of the attempt that lives before it commits anything.
+Ranks speak once a second; when none lives, what dead ones left is committed so much later."""
 
 
 class RunCoordinator:
     """Thread-safe. `open()` reads the storage and starts the housekeeping thread.
 
     answering: those of the given nodes whose vaults answer now. domains: failure domain of each node with a vault.
+    restarted: an attempt may live that an earlier life told where to go on, and that life may have died before it could
+        note that down. So nothing is committed until the attempt has said it.
     """
 
     def __init__(
@@ -58,8 +63,10 @@ class RunCoordinator:
         domains: Callable[[], Mapping[str, str]] = dict,
         lease: RunLease | None = None,
         age: CommitAge | None = None,
+        restarted: bool = False,
     ) -> None:
         self._run = run
+        self._restarted = restarted
         self._store = store
         self._answering = answering
         self._domains = domains
@@ -113,6 +120,8 @@ class RunCoordinator:
         self._ledger.open(self._run_started_at)
         self._attempt = max(self._commits.highest_attempt, self._ledger.highest_attempt)
         self._restore_fence()
+        if self._restarted:
+            self._commits.hold_commits(_WORD_WAIT_S)
         self._prune.start()
         self._flush.start()
 
@@ -174,8 +183,10 @@ class RunCoordinator:
         page: JournalPage | None,
         metrics: MetricsPage,
         data: DataCounts | None = None,
+        start: AttemptStart | None = None,
     ) -> HeartbeatAnswer:
-        """Time a rank spent since its last heartbeat; `data`: what it has counted so far.
+        """Time a rank spent since its last heartbeat; `data`: what it has counted so far; `start`: where the attempt
+        goes on, from rank 0 once it was told.
 
         No page: its journal cannot be written any more, and from now on its silence means nothing.
         """
@@ -184,6 +195,8 @@ class RunCoordinator:
             replaced = attempt < self._attempt
             if attempt == self._attempt:
                 self._step = max(self._step, *(step for step, _ in metrics), -1)
+        if start is not None and not replaced:
+            self._points.goes_on(attempt, start.near, wait=False)  # heartbeats are not held up
         if page is not None:
             self.watch.take(page)
         else:
@@ -280,7 +293,7 @@ class RunCoordinator:
             self._resumes.append(Resume(attempt=attempt, step=step, tier=tier))
             self._age.begin()
             self._step = step
-        self._commits.restore_fence(attempt, near)  # an earlier life of this actor may have told it where to go on
+        self._points.goes_on(attempt, near, wait=True)  # an earlier life of this actor may have told it
         self._ledger.resumed(attempt, step, near.attempt if near is not None else None)
         self._flush.soon()
         self._prune.soon()  # not before: until ranks have read it, nobody knows whether the newest commit is good

@@ -46,7 +46,7 @@ from ray_goodput.clock import SystemClock
 from ray_goodput.config import environment
 from ray_goodput.core.commit import CheckpointId, LandedSlice
 from ray_goodput.core.data_flow import DataCounts
-from ray_goodput.core.run_state import HeartbeatAnswer
+from ray_goodput.core.run_state import AttemptStart, HeartbeatAnswer
 from ray_goodput.errors import RunInUseError, StorageError
 from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.storage import open_store
@@ -75,6 +75,7 @@ class _CoordinatorProcess(RunCoordinator):
             store=store,
             clock=SystemClock(),
             lease=_lease(spec, store, first_life=first_life) if spec.driver else None,
+            restarted=not first_life,
             target_world=spec.target_world,
             run_started_at=spec.started_at_s or None,
             keep_last=spec.checkpoint.keep_last,
@@ -123,9 +124,10 @@ class _CoordinatorProcess(RunCoordinator):
         page: JournalPage | None,
         metrics: MetricsPage,
         data: DataCounts | None = None,
+        start: AttemptStart | None = None,
     ) -> HeartbeatAnswer:
         """Taken also while a storage that is away holds every other thread: silent ranks would be taken for hung."""
-        return super().heartbeat(attempt, world_rank, page, metrics, data)
+        return super().heartbeat(attempt, world_rank, page, metrics, data, start)
 
     @ray.method(concurrency_group=CONTROL)
     def stuck_ranks(self) -> tuple[int, ...]:

@@ -81,6 +81,17 @@ class ResumePoints:
             )
         return record
 
+    def goes_on(self, attempt: int, near: CheckpointId | None, *, wait: bool) -> None:
+        """`attempt`, the present one, was told to go on from a commit, or from `near` if that is not None; a life of
+        the coordinator before this one may have told it. Without `wait` it may have to be said again."""
+        if self._commits.knows_start(attempt, near) or not self._lock.acquire(blocking=wait):
+            return
+        try:
+            if self._commits.goes_on(attempt, near, wait=wait):
+                self._near.keep_only(self._commits.may_still_commit)
+        finally:
+            self._lock.release()
+
     def mark_bad(self, checkpoint: CheckpointId, reason: str) -> None:
         """Not offered again. Copies on nodes are just forgotten: unlike a commit, nobody was promised that they
         last."""

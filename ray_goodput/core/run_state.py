@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ray_goodput.core.commit import CheckpointId
 from ray_goodput.core.hang import HangVerdict
 
 
@@ -38,6 +39,14 @@ class HeartbeatAnswer:
     replaced: bool = False
     taken_over: str = ""
     stop_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptStart:
+    """What an attempt was told to go on from: `near`, a save that lies on the nodes and was not committed then, else
+    (None) a commit or from scratch. Rank 0 says it with every heartbeat: who told it may have died without a note."""
+
+    near: CheckpointId | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from ray_goodput.core.drain import LeaveNotice, merged, notice_of_nodes
-from ray_goodput.core.run_state import HeartbeatAnswer, WorkerInfo
+from ray_goodput.core.run_state import AttemptStart, HeartbeatAnswer, WorkerInfo
 from ray_goodput.train import sigterm
 
 
@@ -26,6 +26,7 @@ class RankOrders:
         self._heard_mono_s = 0.0
         self._save_number: int | None = None
         self._save = False
+        self.start: AttemptStart | None = None  # where the attempt goes on; rank 0 knows
         self.taken_over = ""  # why the run is no longer ours
         self.stop_reason = ""  # why it stops without waiting for the storage
 

@@ -19,6 +19,7 @@ from ray_goodput.checkpoint.sources import CheckpointSource, LocalFirstSource, S
 from ray_goodput.core.commit import CheckpointId, CommitRecord
 from ray_goodput.core.cursor import DataCursor
 from ray_goodput.core.near_copies import NearRecord
+from ray_goodput.core.run_state import AttemptStart
 from ray_goodput.gates import gate
 from ray_goodput.train.peers import RemotePeers, hold_leftovers
 from ray_goodput.train.spec import TrainSpec
@@ -73,7 +74,7 @@ def restore_newest(
     hold_leftovers(worker)
     loaded = load_newest(
         worker.world,
-        choose=lambda: worker.coordinator.resume_point(worker.attempt),
+        choose=lambda: _choose(worker),
         mark_bad=lambda checkpoint, reason: worker.coordinator.mark_bad(checkpoint, reason),
         open_source=open_source,
         model=model,
@@ -94,6 +95,13 @@ def restore_newest(
     if worker.world.world_rank == 0:
         _tell(worker, restored)
     return restored
+
+
+def _choose(worker: WorkerContext) -> CommitRecord | None:
+    """What the coordinator chooses; from now on rank 0's heartbeats say it."""
+    record = worker.coordinator.resume_point(worker.attempt)
+    worker.orders.start = AttemptStart(near=record.checkpoint if isinstance(record, NearRecord) else None)
+    return record
 
 
 def _tell(worker: WorkerContext, restored: Restored) -> None:

@@ -93,7 +93,9 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
     def beat(page: JournalPage | None) -> int | None:
         numbers = metrics.take()
         try:
-            answer: HeartbeatAnswer = coordinator.heartbeat(attempt, world.world_rank, page, numbers, data.counts())
+            answer: HeartbeatAnswer = coordinator.heartbeat(
+                attempt, world.world_rank, page, numbers, data.counts(), orders.start
+            )
         except Exception:
             metrics.put_back(numbers)
             raise

@@ -390,7 +390,7 @@ def test_the_save_that_an_attempt_went_on_from_outlives_the_coordinator_and_the_
     assert isinstance(record, NearRecord)
     nodes.coordinator.resumed(2, 20, "local", record.checkpoint)
     nodes.coordinator.finish()
-    nodes.restart_coordinator()  # attempt 2 has saved nothing yet
+    nodes.restart_coordinator(new_driver=True)  # attempt 2 has saved nothing yet
     nodes.hold(3)
     assert nodes.coordinator.resume_point(3) == record
     nodes.persist(staged)
@@ -407,12 +407,12 @@ def test_starts_that_fail_before_their_restore_cost_no_copies(tmp_path: Path, cl
     nodes.persist(nodes.stage(20, tier=SaveTier.LOCAL))
     nodes.coordinator.finish()  # the storage was away for too long, say
     for attempt in (2, 3):
-        nodes.restart_coordinator()
+        nodes.restart_coordinator(new_driver=True)
         assert nodes.coordinator.group_allocated(workers(attempt)) == attempt
         for vault in nodes.vaults.values():
             vault.land_again()
         nodes.coordinator.finish()  # the script has an error
-    nodes.restart_coordinator()
+    nodes.restart_coordinator(new_driver=True)
     nodes.hold(4)
     record = nodes.coordinator.resume_point(4)
     assert record is not None and record.checkpoint == CheckpointId(20, 1)
@@ -429,7 +429,7 @@ def test_an_attempt_that_went_on_stays_fencing_in_the_next_life_of_the_coordinat
     assert nodes.coordinator.resume_point(2) is not None
     nodes.coordinator.resumed(2, 10, "local")
     nodes.coordinator.finish()
-    nodes.restart_coordinator()
+    nodes.restart_coordinator(new_driver=True)
     with pytest.raises(FencedError):
         nodes.persist(late)
     assert nodes.coordinator.committed_step() == 10

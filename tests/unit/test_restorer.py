@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from ray_goodput.checkpoint.rng import capture_rng
 from ray_goodput.checkpoint.stage import Stager
 from ray_goodput.checkpoint.state import collect_state
 from ray_goodput.core.commit import CheckpointId, CommitRecord
+from ray_goodput.core.near_copies import NearRecord
+from ray_goodput.core.run_state import AttemptStart
 from ray_goodput.errors import CorruptCheckpointError, RunError
 from ray_goodput.storage.local import LocalStore
 from ray_goodput.train import restorer
@@ -54,6 +57,7 @@ class Coordinator:
     def __init__(self, records: list[CommitRecord]) -> None:
         self._records = records
         self.bad: list[str] = []
+        self.workers: dict[int, Any] = {}
         self.failures: list[Exception] = []
         self.at: int | None = None
 
@@ -81,6 +85,7 @@ class Worker:
         self.coordinator = coordinator
         self.local_dir = root / f"local-{ranks.world_rank}"
         self.store = LocalStore(root / "run")
+        self.orders = SimpleNamespace(start=None)
         self.vault = SimpleNamespace(keep=SimpleNamespace(remote=lambda checkpoint: None))
 
 
@@ -110,6 +115,7 @@ def restore(
     def rank(ranks: ThreadRanks) -> Any:
         counter = Counter(errors.get(ranks.world_rank))
         worker: Any = Worker(ranks, root, coordinator)
+        coordinator.workers[ranks.world_rank] = worker
         spec: Any = Spec
         restored = restore_newest(
             spec, worker, model=nn.Linear(3, 4), optimizer=None, stateful={"counter": counter}, strict=True
@@ -122,6 +128,14 @@ def restore(
 def test_every_rank_loads_the_newest_commit(tmp_path: Path) -> None:
     told, coordinator = restore(tmp_path, [save(tmp_path, 2), save(tmp_path, 1)], {})
     assert told == [(2, 2), (2, 2)] and coordinator.at == 2
+
+
+def test_rank_0_can_say_from_now_on_what_the_attempt_was_told_to_go_on_from(tmp_path: Path) -> None:
+    record = save(tmp_path, 1)
+    near = NearRecord(**{f.name: getattr(record, f.name) for f in fields(record)})
+    for told, start in ((record, AttemptStart(near=None)), (near, AttemptStart(near=CheckpointId(1, 1)))):
+        _, coordinator = restore(tmp_path, [told], {})
+        assert {rank: worker.orders.start for rank, worker in coordinator.workers.items()} == {0: start, 1: None}
 
 
 @pytest.mark.parametrize(("failures", "noted"), [(1, 1), (9, None)])
