@@ -193,8 +193,8 @@ class ShardedDataset:
         if dp_world < 1 or self.global_batch_size < dp_world:
             raise ConfigError(
                 f"A global batch of {self.global_batch_size} samples cannot be shared by {dp_world} data-parallel "
-                f"ranks: each needs at least one. Set global_batch_size to {max(1, dp_world)} or more, or use "
-                "fewer workers."
+                f"ranks: each needs at least one. Set global_batch_size to {max(1, dp_world)} or more, use fewer "
+                "workers, or give dp_rank= and dp_world= if several of them read the same samples."
             )
 
     def manifest(self, *, max_workers: int = 16, inspect: InspectAll | None = None) -> Manifest:

@@ -118,8 +118,8 @@ class GoodputTrainer(TorchTrainer):
         self._max_workers = _max_workers(scaling_config)
         if self._max_workers < 1:
             raise ConfigError("GoodputTrainer needs ScalingConfig(num_workers=...) of at least 1.")
-        for dataset in ours.values():
-            dataset.check_world(self._max_workers)
+        for name, dataset in ours.items():
+            _warn_if_ranks_must_share(name, dataset.global_batch_size, self._max_workers)
         self._spec = TrainSpec(
             run=RunSpec(
                 run=str(run_config.name),
@@ -284,6 +284,23 @@ def _close_books(coordinator: Any) -> RunEnd | None:
 def _max_workers(scaling: ray.train.ScalingConfig) -> int:
     # A range (MIN, MAX) only if elastic, which the annotation does not know.
     return scaling.max_workers if scaling.elasticity_enabled else int(scaling.num_workers)  # type: ignore[arg-type]
+
+
+def _warn_if_ranks_must_share(name: str, global_batch_size: int, max_workers: int) -> None:
+    """No refusal: tensor and pipeline parallel ranks share their samples, and only the loop knows how many do. The
+    workers refuse, all alike, when they ask for batches for more data-parallel ranks than a batch has samples."""
+    if global_batch_size < max_workers:
+        logger.warning(
+            "Dataset %r has batches of %d samples for up to %d workers. That many workers need run.batches(%r, "
+            "dp_rank=..., dp_world=...) with a dp_world of at most %d (tensor or pipeline parallel ranks that read the "
+            "same samples); without it the run ends there. Else set global_batch_size to %d or more, or use fewer.",
+            name,
+            global_batch_size,
+            max_workers,
+            name,
+            global_batch_size,
+            max_workers,
+        )
 
 
 def _asks_for_rays_failure_policy(run_config: ray.train.RunConfig | None) -> bool:

@@ -81,9 +81,16 @@ def test_a_dataset_without_rows_is_no_dataset(tmp_path: Path, files: Path) -> No
     assert left_in(tmp_path / "storage") == []
 
 
-def test_a_global_batch_smaller_than_the_world_or_the_lanes_is_refused_with_both_numbers(tmp_path: Path) -> None:
-    message = sentence(ConfigError, lambda: trainer(tmp_path, tmp_path, dataset={"global_batch_size": 2}, workers=3))
-    assert "2" in message and "3" in message
+def test_a_global_batch_smaller_than_the_world_is_told_at_once_and_left_to_the_loop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path, tmp_path, dataset={"global_batch_size": 3}, workers=3)
+    assert not caplog.records
+    trainer(tmp_path, tmp_path, dataset={"global_batch_size": 2}, workers=3)
+    assert "batches of 2 samples for up to 3 workers" in caplog.text and "dp_world of at most 2" in caplog.text
+
+
+def test_a_global_batch_smaller_than_the_lanes_is_refused_with_both_numbers() -> None:
     message = sentence(ConfigError, lambda: rg.ShardedDataset("x", global_batch_size=4, lanes=8))
     assert "4" in message and "8" in message
 
