@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -91,24 +92,74 @@ def begun(gateway: JuiceFSGateway, prefix: str) -> Manifest:
     return dataset(prefix, gateway.storage_options).manifest()
 
 
+class ServiceRounds:
+    """Makes of a proxy's server one that has a fixed service time, and turns to its next requests only when it has all
+    that the client sends at once: then its rate follows from the concurrency alone, however loaded this machine is.
+
+    counts: requests of each round, before, during and after the `burst`, whose rounds are all refused.
+    """
+
+    SERVICE_S = 0.02
+
+    def __init__(self, governor: RequestGovernor, *, burst: range) -> None:
+        self.counts: list[int] = []
+        self.ends_mono_s: list[float] = []
+        self._governor = governor
+        self._burst = burst
+        self._waiting = 0
+        self._changed = threading.Condition()
+
+    def __call__(self, request: Request) -> Strike | None:
+        with self._changed:
+            mine, deadline_mono_s = len(self.counts), time.monotonic() + 5
+            self._waiting += 1
+            self._changed.notify_all()
+            while len(self.counts) == mine:
+                if self._waiting >= self._governor.concurrency or time.monotonic() > deadline_mono_s:
+                    self._serve()
+                else:
+                    self._changed.wait(0.1)
+            return Strike(status=503) if mine in self._burst else None
+
+    def _serve(self) -> None:
+        time.sleep(self.SERVICE_S)
+        self.counts.append(self._waiting)
+        self.ends_mono_s.append(time.monotonic())
+        self._waiting = 0
+        self._changed.notify_all()
+
+    def rate(self, rounds: slice) -> float:
+        """Requests a second by the server's own clock, which stands still between rounds."""
+        return float(np.mean(self.counts[rounds])) / self.SERVICE_S
+
+    def told(self, rounds: slice) -> str:
+        first, *_, last = self.ends_mono_s[rounds]
+        on_the_wall = sum(self.counts[rounds][1:]) / (last - first)
+        return f"{self.rate(rounds):.0f} requests a second by its own clock, {on_the_wall:.0f} by the one on the wall"
+
+
 def test_a_burst_of_503_costs_time_only_and_the_full_rate_comes_back(gateway: JuiceFSGateway, prefix: str) -> None:
-    burst = range(150, 230)
-    lowest = [99]
     governor = RequestGovernor(RequestLimits(first=16, largest=16))
+    burst, recovery, after = range(10, 16), range(16, 36), range(36, 46)
+    rounds = ServiceRounds(governor, burst=burst)
 
-    def faults(request: Request) -> Strike | None:
-        lowest[0] = min(lowest[0], governor.concurrency)
-        return Strike(status=503) if request.number in burst else None
+    def get(number: int) -> int:
+        return len(store.get(f"{number % SHARDS:03d}.npy")) if len(rounds.counts) < after.stop else 0
 
-    with proxy_of(gateway, faults) as proxy:
+    with proxy_of(gateway, rounds) as proxy:
         store = CloudStore(f"s3://vol/{prefix}", proxy.options(gateway), governor=governor)
-        with ThreadPoolExecutor(16) as pool:
-            sizes = set(pool.map(lambda i: len(store.get(f"{i % SHARDS:03d}.npy")), range(700)))
-        assert len(sizes) == 1
-        assert len(proxy.requests) == 700 + len(burst)
-    assert lowest[0] <= 8, "the refusals were not listened to"
-    assert governor.concurrency == 16, "the rate did not come back"
-    assert governor.counts.refused == len(burst)
+        with ThreadPoolExecutor(64) as pool:  # more than are refused, which sleep for a while
+            sizes = set(pool.map(get, range(16 * after.stop)))
+    before = rounds.rate(slice(burst.start))
+    for name, part in (("before", range(burst.start)), ("burst", burst), ("recovery", recovery), ("after", after)):
+        print(f"{name}: {rounds.told(slice(part.start, part.stop))}")
+    assert len(sizes - {0}) == 1
+    refused = sum(rounds.counts[burst.start : burst.stop])
+    assert governor.counts.refused == refused < 4 * 16, "the refusals were not listened to"
+    assert rounds.rate(slice(burst.stop - 1, burst.stop)) <= before / 8
+    needed = sum(rounds.counts[recovery.start : recovery.stop])
+    assert needed <= 16 * 17, "one more a round: the way back takes about half the square of the rate"
+    assert rounds.rate(slice(after.start, after.stop)) >= 0.9 * before
 
 
 def test_an_epoch_goes_on_through_503_and_429_and_answers_that_are_cut_off(
