@@ -199,7 +199,10 @@ def user_error_in(error: TrainingFailedError, ranks: Sequence[int]) -> Exception
     """What the user's own code raised on the first of `ranks`, if that is what failed there."""
     if not isinstance(error, WorkerGroupError) or not ranks:
         return None
-    cause = _cause(error.worker_failures[ranks[0]])
+    failure = error.worker_failures.get(ranks[0])
+    if failure is None:  # a rank that left after notice: its peers told of it before its own end was seen
+        return None
+    cause = _cause(failure)
     return cause if isinstance(cause, Exception) and _is_users(cause) and not _LOST_PEER.search(str(cause)) else None
 
 

@@ -52,6 +52,12 @@ def test_a_dead_process_is_found_inside_what_the_health_check_says() -> None:
     assert (kind, ranks) == (FailureKind.WORKER, (1,))
 
 
+def test_a_drain_is_one_also_while_only_its_peers_have_told_of_the_rank_that_leaves() -> None:
+    left = WorkerGroupError("failed", {0: raised(DrainedError("rank 2 leaves", ranks=(2,)))})
+    event = failure_event(left, committed=None, node_of_rank={2: "c"})
+    assert (event.kind, event.ranks, event.nodes, event.error) == (FailureKind.DRAIN, (2,), ("c",), "")
+
+
 def test_an_attempt_that_left_after_notice_is_a_drain_whatever_its_peers_raised_behind_it() -> None:
     left = DrainedError("node n goes", (1,))
     assert classify({0: PEER_GONE, 1: raised(left), 2: RunError("no answer")}) == (
