@@ -57,6 +57,11 @@ class Listing(Sequence[ObjectInfo]):
             key=self.keys[index].as_py(), size_bytes=int(self.sizes[index]), etag=self.etags[index].as_py()
         )
 
+    def each_key(self) -> Iterator[str]:
+        """The keys, without the rest of each object."""
+        for start in range(0, len(self), _AT_ONCE):
+            yield from self.keys.slice(start, _AT_ONCE).to_pylist()
+
     def __iter__(self) -> Iterator[ObjectInfo]:
         for start in range(0, len(self), _AT_ONCE):
             part = self[start : start + _AT_ONCE]

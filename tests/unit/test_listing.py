@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from ray_goodput.data import listing as listing_module
 from ray_goodput.data.formats import ParquetFormat, ShardFacts
+from ray_goodput.data.formats.raw_files import _folder_name
 from ray_goodput.data.inspection import SchemaTable, inspect_here
 from ray_goodput.data.listing import Listing, list_matching
 from ray_goodput.data.manifest import Manifest
@@ -92,3 +94,11 @@ def test_a_process_that_opens_a_manifest_of_a_hundred_thousand_shards_makes_no_o
     assert manifest.num_shards == num
     assert manifest.shard(77_777).key == "0077/000077777.parquet"
     assert peak_bytes < 6e6, "the numbers, twice; the texts as strings would be another 15 MB"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["a/b/c.jpg", "c.jpg", "a//b.jpg", "./b.jpg", "a/./b.jpg", "a/../b.jpg", "/b.jpg", "a/b//c", "a/", "a/b/", ""],
+)
+def test_the_folder_of_a_file_is_what_paths_call_it(key: str) -> None:
+    assert _folder_name(key) == PurePosixPath(key).parent.name

@@ -61,10 +61,12 @@ def test_the_fast_sort_is_the_stable_argsort(n: int) -> None:
     assert (_stable_argsort(keys) == np.argsort(keys, kind="stable")).all()
 
 
-def test_the_fast_sort_gives_way_when_keys_tie() -> None:
+def test_the_fast_sort_orders_keys_that_tie() -> None:
     keys = philox(TAG_ROWS, 0).random_raw(5000)
     keys[100:200] = keys[4000]  # equal keys: the index decides
-    keys[300] = keys[4500] ^ np.uint64(1)  # equal but for a bit that the packed key gives to the index
+    keys[300] = keys[4500] ^ np.uint64(1)  # equal in the half that is sorted first
+    keys[[0, 4999]] = np.uint64(7), np.uint64(3)  # the smallest of all, in falling order
+    keys[[1, 4998]] = np.uint64(2**64 - 1), np.uint64(2**64 - 3)
     assert (_stable_argsort(keys) == np.argsort(keys, kind="stable")).all()
 
 
