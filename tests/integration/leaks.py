@@ -23,7 +23,7 @@ OURS = (
     "TrainController",
 )
 _SPARE_FILES = 48  # connections to peers that came later, and what a library opens at first use
-_KEEP_LOCAL = 2
+_KEEP_LOCAL = 2 + 1  # the newest, and the one that the node's ranks resumed from last
 _KEEP_LAST = 3
 _SETTLE_S = 30.0
 
