@@ -148,7 +148,7 @@ def run_cells(
             while left:
                 struck.append(left.pop(0))
                 struck[-1].first_new_step_s = drill.strike(struck[-1].cell.fault).first_new_step_s
-            check(drill.finish(), undisturbed, same_world=not cells[0].arm.elastic)
+            check(drill.finish(), undisturbed, [outcome.cell for outcome in struck])
         except Exception as error:  # a cell that fails is reported, and the others have their turn
             problem = f"{type(error).__name__}: {error}"[:600]
             say(f"FAILED: {problem}")
@@ -171,12 +171,15 @@ def epochs_of(cells: Sequence[Cell]) -> int:
     return epochs_for(len(cells) * (2 if cells[0].arm.elastic else 1))
 
 
-def check(finished: Finished, undisturbed: Finished, *, same_world: bool) -> None:
-    """The laws of a run that faults disturbed."""
+def check(finished: Finished, undisturbed: Finished, struck: Sequence[Cell]) -> None:
+    """The laws of a run that these faults disturbed, all of one arm and kind."""
     assert_nothing_lost(finished, undisturbed.audit().steps)
     assert_books_balance(finished)
-    if same_world:
+    if not struck[0].arm.elastic:
         assert finished.outcome["weights"] == undisturbed.outcome["weights"], "other final weights"
+    drivers = sum(cell.victim == "driver" and cell.kind is Kind.KILL for cell in struck)
+    lost = sum(incident["kind"] == "driver" for incident in finished.outcome["goodput"]["incidents"])
+    assert lost == drivers, f"{drivers} drivers were killed, the report tells of {lost}"
 
 
 @dataclass(slots=True)

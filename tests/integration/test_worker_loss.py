@@ -26,31 +26,22 @@ def test_undisturbed_every_sample_is_trained_on_once_an_epoch(undisturbed: Finis
     assert undisturbed.outcome["metrics"]["loss"] > 0
 
 
-def test_a_worker_killed_at_a_random_moment_changes_neither_samples_nor_weights(
-    job: StartJob, undisturbed: Finished
-) -> None:
-    killed = job("killed", "--kill", "1").succeed()
-    assert killed.outcome["killed"], "nothing was killed"
-    assert [attempt for attempt, _, _ in killed.outcome["resumes"]] == [1, 2]
-    assert killed.outcome["resumes"][1][1] > 0
-    assert killed.outcome["weights"] == undisturbed.outcome["weights"]
-    assert_nothing_lost(killed, undisturbed.audit().steps)
-    goodput = killed.outcome["goodput"]
-    # Of the killed rank and of the one that Ray then ended, at most one heartbeat is unknown, and that is printed.
-    assert 0 < goodput["uncertainty_s"] <= 2 * HEARTBEAT_S
-    [incident] = goodput["incidents"]
-    assert incident["kind"] == "worker" and incident["ranks"] and incident["nodes"]
-    shown = CliRunner().invoke(app, ["report", killed.store.uri]).stdout
-    assert "are uncertain" in shown
-
-
 def test_three_ranks_resume_bit_identically_when_reproducible(job: StartJob, undisturbed: Finished) -> None:
     arguments = ("--workers", "3", "--reproducible")
     whole = job("three", *arguments).succeed()
     killed = job("three-killed", *arguments, "--kill", "4").succeed()
-    assert killed.outcome["killed"] and killed.outcome["resumes"][1][1] > 0
+    assert killed.outcome["killed"], "nothing was killed"
+    assert [attempt for attempt, _, _ in killed.outcome["resumes"]] == [1, 2]
+    assert killed.outcome["resumes"][1][1] > 0
     assert killed.outcome["weights"] == whole.outcome["weights"]
     assert_nothing_lost(killed, undisturbed.audit().steps)
+    goodput = killed.outcome["goodput"]
+    # Of the killed rank and of those that Ray then ended, at most one heartbeat is unknown, and that is printed.
+    assert 0 < goodput["uncertainty_s"] <= 3 * HEARTBEAT_S
+    [incident] = goodput["incidents"]
+    assert incident["kind"] == "worker" and incident["ranks"] and incident["nodes"]
+    shown = CliRunner().invoke(app, ["report", killed.store.uri]).stdout
+    assert "are uncertain" in shown
 
 
 def test_the_same_through_a_real_s3_server(
@@ -65,21 +56,6 @@ def test_the_same_through_a_real_s3_server(
     assert killed.outcome["killed"] and killed.outcome["resumes"][1][1] > 0
     assert killed.outcome["weights"] == undisturbed.outcome["weights"]
     assert_nothing_lost(killed, undisturbed.audit().steps)
-
-
-def test_a_new_driver_goes_on_from_the_newest_commit_of_one_that_was_killed(
-    job: StartJob, undisturbed: Finished
-) -> None:
-    first = job("driver-lost", "--step-s", "0.2")
-    first.wait_for_commit()
-    first.kill()
-    second = job("driver-lost").succeed()
-    assert second.outcome["resumes"][0][1] > 0
-    assert second.outcome["resumes"][0][0] > 1, "the attempt number must be new: the old driver's writers are fenced"
-    assert second.outcome["weights"] == undisturbed.outcome["weights"]
-    assert_nothing_lost(second, undisturbed.audit().steps)
-    [incident] = second.outcome["goodput"]["incidents"]
-    assert incident["kind"] == "driver"
 
 
 def test_a_driver_that_gets_sigterm_saves_the_last_step_and_ends_with_143(job: StartJob, undisturbed: Finished) -> None:
