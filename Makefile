@@ -47,7 +47,7 @@ fault-matrix: $(STAMP)  ## everyone killed in every phase of a real run; takes a
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/bench $(BIN)/python tests/integration/fault_matrix.py $(ARGS)
 
 soak: $(STAMP)  ## one run under 40 random faults, and what is left of them; takes about a quarter of an hour
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python tests/integration/soak.py $(ARGS)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/bench $(BIN)/python tests/integration/soak.py $(ARGS)
 
 lint: $(STAMP)  ## ruff, pyright, import-linter, codespell
 	$(BIN)/ruff check .
