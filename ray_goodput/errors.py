@@ -6,6 +6,7 @@ GoodputError
 ├── StorageError                  an object store or disk said no
 │   ├── ObjectNotFoundError       the object is not there
 │   ├── ObjectChangedError        the object is not the one that was pinned
+│   ├── NoCopyLeftError           no node has the object whole, and the storage does not answer
 │   ├── StorageAccessError        credentials, permissions or address are wrong
 │   └── UploadError               an object did not arrive whole
 ├── CheckpointError
@@ -55,6 +56,10 @@ class ObjectNotFoundError(StorageError):
 
 class ObjectChangedError(StorageError):
     """The object's etag, version or size is not the one that was pinned."""
+
+
+class NoCopyLeftError(StorageError):
+    """No node of the run has a whole copy of the object, and the storage, which may have one, does not answer."""
 
 
 class StorageAccessError(StorageError):

@@ -261,6 +261,10 @@ class RunCoordinator:
     def mark_bad(self, checkpoint: CheckpointId, reason: str) -> None:
         self._points.mark_bad(checkpoint, reason)
 
+    def pass_over(self, checkpoint: CheckpointId, reason: str) -> bool:
+        """See `ResumePoints.pass_over`."""
+        return self._points.pass_over(checkpoint, reason)
+
     def identity(self) -> str:
         """The run's own id: a run of the same name in the same place has another one."""
         return self._run_id

@@ -104,6 +104,17 @@ class ResumePoints:
         elif near:
             logger.warning("The copies of step %d on the nodes cannot be used: %s", checkpoint.step, reason)
 
+    def pass_over(self, checkpoint: CheckpointId, reason: str) -> bool:
+        """The copies of `checkpoint` on the nodes are damaged, and the storage, where it may be whole, does not answer:
+        it is not offered again if what is chosen next lies on nodes that answered. Else nothing changes."""
+        newest = self._commits.newest()
+        with self._lock:
+            older = [r.checkpoint for r in self._near.records(self._answered) if r.checkpoint < checkpoint]
+        if not older or (newest is not None and older[0] < newest.checkpoint):
+            return False
+        self.mark_bad(checkpoint, reason)
+        return True
+
     def holders(self, checkpoint: CheckpointId) -> dict[str, tuple[str, ...]]:
         """Object name -> nodes that hold a copy, and answered when a resume point was chosen last."""
         with self._lock:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ray_goodput.checkpoint.sources import CheckpointSource, FetchedSource, Tier, farthest, verify_file
 from ray_goodput.core.commit import CommitRecord, ObjectRecord
-from ray_goodput.errors import CorruptCheckpointError, GoodputError, ObjectNotFoundError
+from ray_goodput.errors import CorruptCheckpointError, GoodputError, NoCopyLeftError, ObjectNotFoundError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,20 @@ class PeerSource(FetchedSource):
             self._note("peer")
         except (CorruptCheckpointError, ObjectNotFoundError) as error:
             logger.debug("%s is not to be had from another node, storage is asked: %s", name, error)
-            path = self._fallback.path(name)
+            path = self._from_fallback(name)
             self._note(self._fallback.tier)
         return path
+
+    def _from_fallback(self, name: str) -> Path:
+        try:
+            return self._fallback.path(name)
+        except (CorruptCheckpointError, ObjectNotFoundError):
+            raise
+        except StorageError as error:
+            raise NoCopyLeftError(
+                f"No node has a whole copy of {name} of {self.record.checkpoint.folder}, "
+                f"and the storage cannot be read now: {error}"
+            ) from error
 
     def _note(self, tier: Tier) -> None:
         with self._lock:

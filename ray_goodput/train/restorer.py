@@ -77,6 +77,7 @@ def restore_newest(
         choose=lambda: _choose(worker),
         mark_bad=lambda checkpoint, reason: worker.coordinator.mark_bad(checkpoint, reason),
         open_source=open_source,
+        pass_over=lambda checkpoint, reason: worker.coordinator.pass_over(checkpoint, reason),
         model=model,
         optimizer=optimizer,
         stateful=stateful,

@@ -239,6 +239,24 @@ def test_a_damaged_local_save_is_passed_over_for_the_next_older_one(tmp_path: Pa
     assert steps == [30, 20] and record is not None and record.checkpoint.step == 10
 
 
+def test_with_the_storage_away_damaged_copies_are_passed_over_only_for_what_lies_on_the_nodes_too(
+    tmp_path: Path, cluster: Made
+) -> None:
+    nodes = cluster(tmp_path)
+    committed(nodes)
+    for step in (20, 30):
+        nodes.persist(nodes.stage(step, tier=SaveTier.LOCAL))
+    nodes.hold(2)
+    chosen = []
+    while (record := nodes.coordinator.resume_point(2)) is not None:
+        chosen.append(record.checkpoint.step)
+        if not nodes.coordinator.pass_over(record.checkpoint, "a flipped byte, and 503"):
+            break
+    assert chosen == [30, 20], "what is older is a commit, and in storage only"
+    record = nodes.coordinator.resume_point(2)
+    assert record is not None and record.checkpoint.step == 20, "it may be read when the storage is back"
+
+
 def test_damaged_copies_of_a_run_without_a_commit_let_it_begin_anew(tmp_path: Path, cluster: Made) -> None:
     nodes = cluster(tmp_path)
     nodes.persist(nodes.stage(20, tier=SaveTier.LOCAL))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 from torch import nn
 
 from committing import commit, put_slice
+from ray_goodput.actors.names import local_checkpoints_dir
 from ray_goodput.checkpoint.plan import Planner
 from ray_goodput.checkpoint.rng import capture_rng
 from ray_goodput.checkpoint.stage import Stager
@@ -18,8 +21,10 @@ from ray_goodput.checkpoint.state import collect_state
 from ray_goodput.core.commit import CheckpointId, CommitRecord
 from ray_goodput.core.near_copies import NearRecord
 from ray_goodput.core.run_state import AttemptStart
-from ray_goodput.errors import CorruptCheckpointError, RunError
+from ray_goodput.errors import CorruptCheckpointError, NoCopyLeftError, RunError, StorageError
+from ray_goodput.storage.faults import FaultyStore
 from ray_goodput.storage.local import LocalStore
+from ray_goodput.storage.protocol import ObjectStore
 from ray_goodput.train import restorer
 from ray_goodput.train.restorer import restore_newest
 from thread_ranks import ThreadRanks, in_ranks
@@ -68,6 +73,12 @@ class Coordinator:
         self._records.pop(0)
         self.bad.append(checkpoint.folder)
 
+    def pass_over(self, checkpoint: CheckpointId, reason: str) -> bool:
+        if len(self._records) == 1:
+            return False
+        self.mark_bad(checkpoint, reason)
+        return True
+
     def holders(self, checkpoint: CheckpointId) -> dict[str, tuple[str, ...]]:
         return {}
 
@@ -105,8 +116,37 @@ def save(root: Path, step: int) -> CommitRecord:
     return commit(folder, [staged], put_slice(folder, staged))
 
 
+def on_the_nodes(root: Path, step: int) -> NearRecord:
+    """A save that lies whole on each rank's node, and is not committed."""
+    record = save(root, step)
+    folder = record.checkpoint.folder
+    for rank in range(WORLD):
+        shutil.copytree(root / "run" / "checkpoints" / folder, copies(root, rank) / folder)
+    shutil.rmtree(root / "run" / "checkpoints" / folder)
+    return NearRecord(**{f.name: getattr(record, f.name) for f in fields(record)})
+
+
+def copies(root: Path, rank: int) -> Path:
+    return local_checkpoints_dir(root / f"local-{rank}", "key")
+
+
+def flip_last_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def away(op: str, key: str, n: int) -> None:
+    raise StorageError("503")
+
+
 def restore(
-    root: Path, records: list[CommitRecord], errors: dict[int, Exception], failures: list[Exception] | None = None
+    root: Path,
+    records: list[CommitRecord],
+    errors: dict[int, Exception],
+    failures: list[Exception] | None = None,
+    *,
+    storage: ObjectStore | None = None,
 ) -> tuple[list[Any], Coordinator]:
     """(counter, step) of each rank, or what it raised. `failures`: of the coordinator, when it is told."""
     coordinator = Coordinator(records)
@@ -116,6 +156,7 @@ def restore(
         counter = Counter(errors.get(ranks.world_rank))
         worker: Any = Worker(ranks, root, coordinator)
         coordinator.workers[ranks.world_rank] = worker
+        worker.store = storage or worker.store
         spec: Any = Spec
         restored = restore_newest(
             spec, worker, model=nn.Linear(3, 4), optimizer=None, stateful={"counter": counter}, strict=True
@@ -131,9 +172,9 @@ def test_every_rank_loads_the_newest_commit(tmp_path: Path) -> None:
 
 
 def test_rank_0_can_say_from_now_on_what_the_attempt_was_told_to_go_on_from(tmp_path: Path) -> None:
+    near = on_the_nodes(tmp_path, 2)
     record = save(tmp_path, 1)
-    near = NearRecord(**{f.name: getattr(record, f.name) for f in fields(record)})
-    for told, start in ((record, AttemptStart(near=None)), (near, AttemptStart(near=CheckpointId(1, 1)))):
+    for told, start in ((record, AttemptStart(near=None)), (near, AttemptStart(near=CheckpointId(2, 1)))):
         _, coordinator = restore(tmp_path, [told], {})
         assert {rank: worker.orders.start for rank, worker in coordinator.workers.items()} == {0: start, 1: None}
 
@@ -150,11 +191,31 @@ def test_a_coordinator_that_cannot_be_told_of_the_start_ends_no_attempt(
 def test_a_damaged_checkpoint_is_passed_over_by_every_rank(tmp_path: Path) -> None:
     records = [save(tmp_path, 2), save(tmp_path, 1)]
     damaged = tmp_path / "run" / "checkpoints" / records[0].checkpoint.folder / "__0_0.distcp"
-    data = bytearray(damaged.read_bytes())
-    data[-1] ^= 1
-    damaged.write_bytes(data)
+    flip_last_byte(damaged)
     told, coordinator = restore(tmp_path, records, {})
     assert told == [(1, 1), (1, 1)] and len(coordinator.bad) == 1
+
+
+def test_with_the_storage_away_a_damaged_copy_sends_all_ranks_to_the_next_older_save_on_the_nodes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    older, newer = on_the_nodes(tmp_path, 1), on_the_nodes(tmp_path, 2)
+    flip_last_byte(copies(tmp_path, 1) / newer.checkpoint.folder / "__0_0.distcp")
+    with caplog.at_level(logging.INFO):
+        told, coordinator = restore(tmp_path, [newer, older], {}, storage=FaultyStore(LocalStore(tmp_path), away))
+    assert told == [(1, 1), (1, 1)] and coordinator.at == 1
+    [said] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Resumed after step 1 ")]
+    assert "Passed over: step-0000000002-1 (No node has a whole copy of __0_0.distcp" in said and "503" in said
+
+
+@pytest.mark.parametrize("kind", ["near", "commit"])
+def test_with_nothing_older_on_the_nodes_the_storage_that_is_away_is_the_error(tmp_path: Path, kind: str) -> None:
+    near = on_the_nodes(tmp_path, 1)
+    record = near if kind == "near" else CommitRecord(**{f.name: getattr(near, f.name) for f in fields(near)})
+    flip_last_byte(copies(tmp_path, 0) / near.checkpoint.folder / "__0_0.distcp")
+    told, coordinator = restore(tmp_path, [record], {}, storage=FaultyStore(LocalStore(tmp_path), away))
+    assert [type(error) for error in told] == [NoCopyLeftError] * WORLD
+    assert coordinator.bad == [], "the next attempt may have more luck"
 
 
 def test_a_users_own_error_on_one_rank_ends_the_restore_on_every_rank(tmp_path: Path) -> None:
