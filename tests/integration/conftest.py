@@ -30,6 +30,7 @@ def cluster() -> Iterator[DemoCluster]:
     """A head with 3 CPUs and a dashboard that takes jobs; gone afterwards, also when a test fails."""
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{before}"  # what the jobs of the cluster run
+    os.environ["RAY_JOB_STOP_WAIT_TIME_S"] = "60"  # what the doctor asks for: 3 s are not enough for a last save
     cluster = DemoCluster()
     try:
         cluster.start(head_cpus=3, dashboard=True)
@@ -37,6 +38,7 @@ def cluster() -> Iterator[DemoCluster]:
     finally:
         cluster.close()
         os.environ["PATH"] = before
+        del os.environ["RAY_JOB_STOP_WAIT_TIME_S"]
 
 
 @pytest.fixture(scope="module")

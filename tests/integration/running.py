@@ -54,7 +54,9 @@ class Job:
         storage: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         script: Path = SCRIPT,
+        submit_to: str | None = None,
     ) -> None:
+        """submit_to: address of a cluster's dashboard, where `ray job submit` runs the driver, as job `name`."""
         self.name = name
         self.spec = StoreSpec(uri=storage or str(folder / "storage"), options=storage_options or {}).child(name)
         self._out = folder / f"{name}-{time.monotonic_ns()}.json"
@@ -68,6 +70,8 @@ class Job:
         self._brake.touch()
         for argument in arguments:
             command += [argument, str(self._brake)] if argument == "--brake" else [argument]
+        if submit_to is not None:
+            command = [*_ray_job("submit", submit_to), "--submission-id", name, "--", *command]
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "RAY_ADDRESS": address}
@@ -125,6 +129,15 @@ class Job:
     @property
     def log(self) -> str:
         return self._log_path.read_text(errors="replace")
+
+
+def stop_job(address: str, name: str) -> None:
+    """`ray job stop`, which returns when the driver has ended."""
+    subprocess.run([*_ray_job("stop", address), name], check=True, capture_output=True, timeout=120)
+
+
+def _ray_job(verb: str, address: str) -> list[str]:
+    return [sys.executable, "-m", "ray.scripts.scripts", "job", verb, "--address", address]
 
 
 def assert_nothing_lost(finished: Finished, steps: Mapping[int, tuple[int, ...]]) -> None:

@@ -8,9 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ray_goodput.cli.app import app
+from ray_goodput.cli.demo_cluster import DemoCluster
 from ray_goodput.config import StoreSpec
 from ray_goodput.storage import open_store
-from running import Finished, Job, assert_nothing_lost
+from running import Finished, Job, assert_nothing_lost, stop_job
 from servers import JuiceFSGateway
 
 pytestmark = pytest.mark.timeout(400)
@@ -58,14 +59,21 @@ def test_the_same_through_a_real_s3_server(
     assert_nothing_lost(killed, undisturbed.audit().steps)
 
 
-def test_a_driver_that_gets_sigterm_saves_the_last_step_and_ends_with_143(job: StartJob, undisturbed: Finished) -> None:
-    first = job("drained", "--step-s", "0.2")
+def test_a_driver_that_is_told_to_stop_saves_the_last_step_first(
+    job: StartJob, cluster: DemoCluster, undisturbed: Finished
+) -> None:
+    first = job("drained", "--step-s", "0.2", submit_to=cluster.dashboard_url)
     first.wait_for_commit()
-    first.process.send_signal(signal.SIGTERM)
-    drained = first.wait()
+    stop_job(cluster.dashboard_url, "drained")
+    first.wait()
+    second = job("drained", "--step-s", "0.2")
+    second.wait_for_commit(attempt=2)
+    second.process.send_signal(signal.SIGTERM)
+    drained = second.wait()
     assert drained.code == 128 + signal.SIGTERM, drained.log[-3000:]
-    second = job("drained").succeed()
-    [before, *_] = second.outcome["goodput"]["attempts"]
-    assert second.outcome["resumes"][0][1] == before["last_step"], "a step was lost"
-    assert second.outcome["weights"] == undisturbed.outcome["weights"]
-    assert_nothing_lost(second, undisturbed.audit().steps)
+    third = job("drained").succeed()
+    stopped, terminated, last = third.outcome["goodput"]["attempts"]
+    assert terminated["resumed_step"] == stopped["last_step"] > 0, "`ray job stop` lost a step"
+    assert last["resumed_step"] == terminated["last_step"], "SIGTERM lost a step"
+    assert third.outcome["weights"] == undisturbed.outcome["weights"]
+    assert_nothing_lost(third, undisturbed.audit().steps)
