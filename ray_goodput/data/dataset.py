@@ -7,17 +7,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ray_goodput.config import StoreSpec
-from ray_goodput.core.cursor import DataCursor
 from ray_goodput.core.order import MAX_SEED, SampleOrder
-from ray_goodput.core.placement import AnyOrder
 from ray_goodput.data.feed import FetchSpec
 from ray_goodput.data.formats import GroupingFormat, ShardFormat, format_by_extension, get_format, identity_of
 from ray_goodput.data.inspection import InspectAll
-from ray_goodput.data.local_loader import make_loader, open_loader
+from ray_goodput.data.local_loader import BatchSettings, StreamedDataset
 from ray_goodput.data.manifest import Manifest, build_manifest
 from ray_goodput.data.patterns import compile_glob, split_glob
 from ray_goodput.data.shard_transforms import TransformRows, TransformShard, source_version, transformed
@@ -25,16 +22,13 @@ from ray_goodput.data.shuffle_report import ShuffleReport, measure
 from ray_goodput.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
-    from ray_goodput.data.loader import BatchLoader, ShardSource
     from ray_goodput.data.mixture_manifest import AnyManifest
 
 MAX_DEFAULT_LANES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedDataset:
+class ShardedDataset(StreamedDataset):
     """Files in a bucket or folder, streamed in an order that is a pure function of (files, seed, lanes, window).
 
     uri_glob: `s3://bucket/train/*.parquet`, any fsspec URL or a local path; `**` crosses folders; a folder means all
@@ -232,67 +226,17 @@ class ShardedDataset:
         """The order of the samples of `manifest`."""
         return SampleOrder(manifest.rows, seed=self.seed, lanes=self.num_lanes, window=self.window)
 
-    def cursor(self, manifest: AnyManifest) -> DataCursor:
-        """The cursor before the first sample."""
-        return DataCursor(0, manifest.digest, self.order(manifest).digest)
-
-    def loader(
-        self,
-        *,
-        dp_rank: int = 0,
-        dp_world: int = 1,
-        epochs: int | None = 1,
-        cursor: DataCursor | None = None,
-        cache_dir: str | Path | None = None,
-        manifest: AnyManifest | None = None,
-        device: torch.device | str | None = None,
-    ) -> BatchLoader:
-        """Batches of one rank without Ray: the cache and the prefetching run in this process.
-
-        epochs: counted from the very first sample, also after a restart; None: no end.
-        cursor: where to go on: `dataset.cursor(manifest).moved_to(batch.samples_end)` of the last batch trained on.
-        cache_dir: node-local folder; default: below `RAY_GOODPUT_LOCAL_DIR`.
-        manifest: as an earlier run made it; default: made now.
-
-        Raises:
-            DatasetMismatchError: `cursor` belongs to other data or another order.
-            ConfigError, EmptyDatasetError, ShardReadError, CacheFullError, StorageError.
-        """
-        return open_loader(
-            self,
-            self.manifest() if manifest is None else manifest,
-            dp_rank=dp_rank,
-            dp_world=dp_world,
-            epochs=epochs,
-            cursor=cursor,
-            cache_dir=cache_dir,
-            device=device,
-        )
-
-    def batch_loader(
-        self,
-        order: AnyOrder,
-        source: ShardSource,
-        *,
-        start: int,
-        epochs: int | None,
-        dp_rank: int,
-        dp_world: int,
-        device: torch.device | str | None = None,
-    ) -> BatchLoader:
-        """Batches of one rank over any source of data shards; the loader closes the source."""
-        return make_loader(
-            self,
-            order,
-            source,
+    def batch_settings(self) -> BatchSettings:
+        """How batches are made of the rows."""
+        return BatchSettings(
+            global_batch_size=self.global_batch_size,
+            drop_last=self.drop_last,
             columns=self.columns,
             transform=self.transform,
-            shared=self,
-            start=start,
-            epochs=epochs,
-            dp_rank=dp_rank,
-            dp_world=dp_world,
-            device=device,
+            collate=self.collate,
+            workers=self.workers,
+            worker_kind=self.worker_kind,
+            on_error=self.on_error,
         )
 
     def fetch_spec(self, manifest: AnyManifest) -> FetchSpec:

@@ -22,7 +22,7 @@ from ray_goodput.errors import GoodputError
 
 if TYPE_CHECKING:
     from ray_goodput.data.loader import ShardSource
-    from ray_goodput.data.mixture import AnyDataset
+    from ray_goodput.data.local_loader import StreamedDataset
     from ray_goodput.data.mixture_feed import MixtureFetcher
     from ray_goodput.data.mixture_manifest import AnyManifest
 
@@ -108,7 +108,7 @@ class LocalShardSource:
 
 
 def open_local_source(
-    dataset: AnyDataset,
+    dataset: StreamedDataset,
     manifest: AnyManifest,
     order: AnyOrder,
     *,

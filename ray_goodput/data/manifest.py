@@ -39,7 +39,26 @@ class DataShard:
     etag: str | None
 
 
-class Manifest:
+class ShardTotals:
+    """What follows from the rows and sizes of data shards, in the order of a manifest."""
+
+    rows: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.rows.sum())
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.sizes.sum())
+
+
+class Manifest(ShardTotals):
     """All data shards of a dataset, columnar: 1e6 of them are a few arrays, not a million objects. Immutable."""
 
     def __init__(
@@ -59,23 +78,11 @@ class Manifest:
         self.schema = schema
         self._keys: pa.Array = keys if isinstance(keys, pa.Array) else pa.array(keys, pa.large_string())
         self._etags: pa.Array = etags if isinstance(etags, pa.Array) else pa.array(etags, pa.large_string())
-        self.rows: NDArray[np.int64] = np.array(rows, dtype=np.int64)
-        self.sizes: NDArray[np.int64] = np.array(sizes, dtype=np.int64)
+        self.rows = np.array(rows, dtype=np.int64)
+        self.sizes = np.array(sizes, dtype=np.int64)
         self.rows.flags.writeable = self.sizes.flags.writeable = False
         assert len(self._keys) == len(self._etags) == len(self.rows) == len(self.sizes)
         self.digest = self._digest()
-
-    @property
-    def num_shards(self) -> int:
-        return len(self.rows)
-
-    @property
-    def num_samples(self) -> int:
-        return int(self.rows.sum())
-
-    @property
-    def size_bytes(self) -> int:
-        return int(self.sizes.sum())
 
     def shard(self, index: int) -> DataShard:
         """Data shard `index` (0 to num_shards - 1)."""

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_goodput.core.cursor import DataCursor
 from ray_goodput.core.mixture import BLOCK, MixtureOrder, block_counts
 from ray_goodput.core.order import MAX_SEED
-from ray_goodput.core.placement import AnyOrder
 from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.inspection import InspectAll
-from ray_goodput.data.local_loader import make_loader, open_loader
+from ray_goodput.data.local_loader import BatchSettings, StreamedDataset
 from ray_goodput.data.mixture_feed import MixtureFetchSpec
 from ray_goodput.data.mixture_manifest import AnyManifest, MixtureManifest, mixture_title
 from ray_goodput.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-
-    from ray_goodput.data.loader import BatchLoader, ShardSource
 
 # What there is one of for a batch, whichever datasets its samples are from.
 _SHARED = ("global_batch_size", "num_lanes", "collate", "workers", "worker_kind", "on_error", "cache_limit_bytes")
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class Mixture(StreamedDataset):
     """Datasets by name, drawn from by weight. Goes wherever a `ShardedDataset` goes, but for evaluation.
 
     datasets: their files, formats, columns, transforms, seeds and windows are their own. What a batch has one of must
@@ -131,10 +123,6 @@ class Mixture:
         orders = {name: dataset.order(parts[name]) for name, dataset in self.datasets.items()}
         return MixtureOrder(orders, self._counts(), seed=self.seed)
 
-    def cursor(self, manifest: AnyManifest) -> DataCursor:
-        """The cursor before the first sample."""
-        return DataCursor(0, manifest.digest, self.order(manifest).digest)
-
     def of_samples(self, manifest: AnyManifest, sample_ids: NDArray[np.int64]) -> list[tuple[str, int]]:
         """For each of a batch's sample ids, the dataset and the id that the sample has there alone."""
         parts = self._members(manifest)
@@ -156,54 +144,13 @@ class Mixture:
             cache_limit_bytes=self.shared("cache_limit_bytes"),
         )
 
-    def loader(
-        self,
-        *,
-        dp_rank: int = 0,
-        dp_world: int = 1,
-        epochs: int | None = 1,
-        cursor: DataCursor | None = None,
-        cache_dir: str | Path | None = None,
-        manifest: AnyManifest | None = None,
-        device: torch.device | str | None = None,
-    ) -> BatchLoader:
-        """Batches of one rank without Ray, as `ShardedDataset.loader` gives them."""
-        return open_loader(
-            self,
-            self.manifest() if manifest is None else manifest,
-            dp_rank=dp_rank,
-            dp_world=dp_world,
-            epochs=epochs,
-            cursor=cursor,
-            cache_dir=cache_dir,
-            device=device,
-        )
-
-    def batch_loader(
-        self,
-        order: AnyOrder,
-        source: ShardSource,
-        *,
-        start: int,
-        epochs: int | None,
-        dp_rank: int,
-        dp_world: int,
-        device: torch.device | str | None = None,
-    ) -> BatchLoader:
-        """Batches of one rank over any source of data shards; the loader closes the source."""
-        transforms = {name: dataset.transform for name, dataset in self.datasets.items()}
-        return make_loader(
-            self,
-            order,
-            source,
-            columns=None,  # the cached shards have no others
-            transform=MemberTransform(tuple(transforms.values())) if any(transforms.values()) else None,
-            shared=next(iter(self.datasets.values())),
-            start=start,
-            epochs=epochs,
-            dp_rank=dp_rank,
-            dp_world=dp_world,
-            device=device,
+    def batch_settings(self) -> BatchSettings:
+        """How batches are made of the rows: all columns, since the cached shards have no others."""
+        transforms = [dataset.transform for dataset in self.datasets.values()]
+        return replace(
+            next(iter(self.datasets.values())).batch_settings(),
+            columns=None,
+            transform=MemberTransform(tuple(transforms)) if any(transforms) else None,
         )
 
     def check_columns(self, manifest: AnyManifest) -> None:

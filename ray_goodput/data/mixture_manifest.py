@@ -12,9 +12,8 @@ from collections.abc import Mapping
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
-from ray_goodput.data.manifest import DataShard, Manifest
+from ray_goodput.data.manifest import DataShard, Manifest, ShardTotals
 from ray_goodput.errors import DataError
 
 MIXTURE_MANIFEST_VERSION = 1
@@ -22,14 +21,14 @@ _MAGIC = b"RGMIXTU1"
 _CHECKSUM_BYTES = 16
 
 
-class MixtureManifest:
+class MixtureManifest(ShardTotals):
     """All data shards of a mixture, member after member. Immutable. The parts keep their own schemas and formats."""
 
     def __init__(self, members: Mapping[str, Manifest]) -> None:
         self.members = dict(members)
         parts = list(self.members.values())
-        self.rows: NDArray[np.int64] = np.concatenate([part.rows for part in parts])
-        self.sizes: NDArray[np.int64] = np.concatenate([part.sizes for part in parts])
+        self.rows = np.concatenate([part.rows for part in parts])
+        self.sizes = np.concatenate([part.sizes for part in parts])
         self.rows.flags.writeable = self.sizes.flags.writeable = False
         self._first_shards = np.concatenate([[0], np.cumsum([part.num_shards for part in parts])])
         named = "".join(f"{name} {part.digest}\n" for name, part in self.members.items())
@@ -42,18 +41,6 @@ class MixtureManifest:
     @property
     def format_name(self) -> str:
         return mixture_title({name: part.format_name for name, part in self.members.items()})
-
-    @property
-    def num_shards(self) -> int:
-        return len(self.rows)
-
-    @property
-    def num_samples(self) -> int:
-        return int(self.rows.sum())
-
-    @property
-    def size_bytes(self) -> int:
-        return int(self.sizes.sum())
 
     def shard(self, index: int) -> DataShard:
         """Data shard `index` of all; its `index` is that too, its key is relative to its own dataset's root."""
