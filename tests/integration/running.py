@@ -29,12 +29,13 @@ JOB_TIMEOUT_S = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A driver that ended: `outcome` is what it wrote, `log` all it printed."""
+    """A driver that ended: what it wrote and printed, and the folder of its workers' files."""
 
     code: int
     outcome: dict[str, Any]
     log: str
     store: ObjectStore
+    pids: Path
 
     def audit(self) -> SampleAudit:
         return audit(self.store)
@@ -85,7 +86,7 @@ class Job:
             self.kill()
             raise AssertionError(f"{self.name} did not end within {timeout_s:.0f} s:\n{self.log[-6000:]}") from None
         outcome = json.loads(self._out.read_text()) if self._out.exists() else {}
-        finished = Finished(code, outcome, self.log, open_store(self.spec))
+        finished = Finished(code, outcome, self.log, open_store(self.spec), self._pids)
         assert_books_balance(finished)
         return finished
 

@@ -16,6 +16,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ LOOP: dict[str, Any] = {
     "step_log": None,
     "pids": None,
     "brake": None,
+    "augment": False,
 }
 
 
@@ -81,6 +83,8 @@ def train_loop(config: dict[str, Any]) -> str:
     if config["pids"]:
         Path(config["pids"], f"{run.attempt}-{run.world_rank}").write_text(str(os.getpid()))
     for batch in run.batches("train", epochs=config["epochs"]):
+        if config["augment"]:
+            note_augmented(Path(config["pids"], augmented_name(run.attempt, run.world_rank)), run.step_index + 1, batch)
         loss = nn.functional.mse_loss(model(batch["x"]).squeeze(-1), batch["y"])
         loss.backward()
         optimizer.step()
@@ -116,6 +120,46 @@ def shard(net: Any) -> Any:
 
 def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def augment(sample: Mapping[str, Any], rng: Any) -> dict[str, Any]:
+    """Noise that is another in each epoch, and from the generator that the sample is given alone."""
+    return {"x": sample["x"] + rng.normal(0, 0.05, 8).astype("float32"), "y": sample["y"]}
+
+
+def digest_of(x: Any, y: Any) -> str:
+    """Of the numbers that one sample is trained on, as numpy arrays."""
+    return hashlib.sha256(x.tobytes() + y.tobytes()).hexdigest()[:16]
+
+
+def augmented_name(attempt: int | str, world_rank: int | str) -> str:
+    return f"augmented-{attempt}-{world_rank}.jsonl"
+
+
+def note_augmented(path: Path, step: int, batch: Any) -> None:
+    """One line a step, written at once: which samples this rank is about to train on, and as what tensors."""
+    ids, x, y = batch.sample_ids.tolist(), batch["x"].numpy(), batch["y"].numpy()
+    with path.open("a") as log:  # a padding sample has no id
+        log.write(json.dumps([step, [[i, digest_of(x[at], y[at])] for at, i in enumerate(ids)]]) + "\n")
+
+
+def train_data(data: str, *, seed: int, augmented: bool, mixture: bool, options: Any = None) -> Any:
+    """What the job trains on: all files, or the first ten and the last two as a mixture."""
+    import ray_goodput as rg
+
+    def of(files: str) -> rg.ShardedDataset:
+        return rg.ShardedDataset(
+            f"{data}/{files}.parquet",
+            global_batch_size=GLOBAL_BATCH,
+            seed=seed,
+            window=2,
+            transform=augment if augmented else None,
+            storage_options=options if data.startswith("s3://") else None,
+        )
+
+    if not mixture:
+        return of("*")
+    return rg.Mixture({"ten": of("part-0000*"), "two": of("part-0001*")}, weights={"ten": 5, "two": 2}, seed=seed)
 
 
 def note_step(path: str, step: int, attempt: int, world: int) -> None:
@@ -176,6 +220,8 @@ def main() -> None:
     parser.add_argument("--brake", default=None, help="file without which steps take no time")
     parser.add_argument("--fail-once-at", type=int, nargs="*", default=[], help="steps that raise the first time")
     parser.add_argument("--max-wait", type=float, default=1800.0, help="seconds for which workers are waited for")
+    parser.add_argument("--augment", action="store_true", help="and log, beside the pids, what each rank trained on")
+    parser.add_argument("--mixture", action="store_true", help="of two datasets")
     parser.add_argument("--mlflow", default=None, help="tracking URI")
     args = parser.parse_args()
 
@@ -198,14 +244,15 @@ def main() -> None:
             "pids": args.pids,
             "brake": args.brake,
             "fail_once_at": args.fail_once_at,
+            "augment": args.augment,
         },
         datasets={
-            "train": rg.ShardedDataset(
-                f"{args.data}/*.parquet",
-                global_batch_size=GLOBAL_BATCH,
+            "train": train_data(
+                args.data,
                 seed=args.seed,
-                window=2,
-                storage_options=args.storage_options if args.data.startswith("s3://") else None,
+                augmented=args.augment,
+                mixture=args.mixture,
+                options=args.storage_options,
             )
         },
         checkpoint=rg.CheckpointConfig(

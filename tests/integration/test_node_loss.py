@@ -11,8 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from augmented import trained_on, unbroken
 from ray_goodput.cli.demo_cluster import DemoCluster
-from running import Finished, Job
+from running import Job
+from small_job import train_data
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -54,11 +56,13 @@ def test_a_sigterm_to_a_worker_and_the_drain_of_rank_0s_node_lose_no_step(
     assert (found.repeated, found.skipped) == (0, 0)
 
 
-def test_a_node_that_comes_is_taken_in_after_a_save(cluster: DemoCluster, job: Callable[..., Job]) -> None:
+def test_a_node_that_comes_is_taken_in_after_a_save_and_changes_no_step_of_a_mixture(
+    cluster: DemoCluster, job: Callable[..., Job], data: Path
+) -> None:
     """One node more than there were; no save but the one that the growth asks for."""
     run = job(
         *("growing", "--workers", "2:4", "--step-s", "1.5", "--brake", "--resize-s", "2"),
-        *("--every", "1000", "--epochs", "6"),
+        *("--every", "1000", "--epochs", "6", "--mixture", "--augment"),
     )
     run.pid(1, 0)
     cluster.add_node()
@@ -69,6 +73,8 @@ def test_a_node_that_comes_is_taken_in_after_a_save(cluster: DemoCluster, job: C
     assert second == first + 1
     assert finished.outcome["resumes"][1][1] > 0, "it grew without a save"
     assert finished.audit().repeated == finished.audit().skipped == 0
+    mixed = train_data(str(data), seed=3, augmented=True, mixture=True)
+    assert trained_on(finished.pids, finished.outcome["resumes"]) == unbroken(mixed, data, epochs=6)
 
 
 def drain_node_of(pid: int, deadline_s: int, address: str) -> None:
@@ -80,13 +86,10 @@ def drain_node_of(pid: int, deadline_s: int, address: str) -> None:
     subprocess.run([*command, f"--deadline-remaining-seconds={deadline_s}"], check=True, timeout=60)
 
 
-def test_after_the_loss_of_a_node_each_step_trains_on_the_same_samples_as_on_any_world(
-    cluster: DemoCluster, job: Callable[..., Job], tmp_path: Path
+def test_after_the_loss_of_a_node_each_step_trains_on_the_same_tensors_as_without_it(
+    cluster: DemoCluster, job: Callable[..., Job], data: Path, tmp_path: Path
 ) -> None:
-    whole: Finished = job("three-nodes", "--workers", "3", "--width", "8").succeed()
-    assert whole.outcome["goodput"]["attempts"][0]["world"] == 3
-
-    tiers = ["--every", "1000", "--every-local", "3", "--peer-copies", "1"]
+    tiers = ["--every", "1000", "--every-local", "3", "--peer-copies", "1", "--augment"]
     running = job("node-lost", "--workers", "2:3", "--step-s", "0.3", "--step-log", str(tmp_path / "steps"), *tiers)
     _wait_for_steps(running, tmp_path / "steps", 12)
     victim = _worker_away_from_rank_0(cluster)
@@ -97,9 +100,11 @@ def test_after_the_loss_of_a_node_each_step_trains_on_the_same_samples_as_on_any
     _, step, tier = lost.outcome["resumes"][-1]
     assert (tier, step % 3) == ("peer", 0) and step >= 6, "nothing was committed: only peers had it"
     assert lost.outcome["checkpoint"] is not None, "the last step is"
-    found, expected = lost.audit(), whole.audit()
+    expected = unbroken(train_data(str(data), seed=3, augmented=True, mixture=False), data, epochs=2)
+    assert trained_on(lost.pids, lost.outcome["resumes"]) == expected
+    found = lost.audit()
     assert (found.repeated, found.skipped) == (0, 0)
-    assert found.steps == expected.steps
+    assert found.steps == {step: tuple(i for i, _ in samples) for step, samples in expected.items()}
     incidents = lost.outcome["goodput"]["incidents"]
     assert incidents and all(incident["ranks"] and incident["nodes"] for incident in incidents)
 
