@@ -43,7 +43,7 @@ test-fast: $(STAMP)  ## the tests that need no Ray
 crash-points: $(STAMP)  ## kill the vault, coordinator and worker before every storage call of a save, on disk and S3
 	$(BIN)/python tests/fault/crash_points.py
 
-fault-matrix: $(STAMP)  ## everyone killed in every phase of a real run; takes about half an hour
+fault-matrix: $(STAMP)  ## everyone killed or stopped in every phase of a real run; takes about an hour
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/bench $(BIN)/python tests/integration/fault_matrix.py $(ARGS)
 
 soak: $(STAMP)  ## one run under 40 random faults, and what is left of them; takes about a quarter of an hour

@@ -18,8 +18,8 @@ from ray_goodput.gates import Action, Rule, rule_path
 from ray_goodput.testing import Fault, FaultInjector, Kind, LiveRun, Phase, Strike, Target, find_run
 from running import Job
 
-SPACING = 20
-EVERY = 5  # steps between saves
+SPACING = 12
+EVERY = 3  # steps between saves
 STEPS_PER_EPOCH = 363 / 16
 _STOPPED_DRIVER_S = 10.0  # nobody but the one who stopped it can let it go on
 _POLL_S = 0.05

@@ -1,9 +1,11 @@
 """The fault matrix: who dies, how, and while the run does what.
 
-    make fault-matrix [ARGS="--only TEXT --runs fsdp2,ddp,elastic --json"]
+    make fault-matrix [ARGS="--only TEXT --runs fsdp2,ddp,elastic --kinds kill,stop"]
 
-Runs every cell on a real Ray of three nodes and writes `tests/bench/results/fault_matrix.json`. Cells share runs: the
-next fault comes when the run has trained and saved after the one before. Of each run is checked that it ends by
+Runs every cell on a real Ray of three nodes and writes `tests/bench/results/fault_matrix_{kill,stop}.json`. SIGKILL
+strikes everyone in every phase; SIGSTOP strikes everyone in a step, and in the other phases those who act in it, for
+whoever waits is only found later. Cells share runs: the next fault comes when the run has trained and saved after the
+one before. Of each run is checked that it ends by
 itself, that every sample was trained on exactly once an epoch and each step on the same ones as undisturbed, that the
 books balance, and, where the number of workers never changed, that the final weights are bit-identical to the
 undisturbed run's.
@@ -65,6 +67,14 @@ VICTIMS = {
     "raylet of rank 0": (Target.RAYLET, 0),
     "driver": (Target.DRIVER, None),
 }
+ACTS_IN = {
+    Phase.STEP: tuple(VICTIMS),
+    Phase.STAGING: ("worker", "rank 0"),
+    Phase.UPLOADING: ("vault",),
+    Phase.COMMITTING: ("coordinator",),
+    Phase.RESTORING: ("worker", "rank 0", "vault", "coordinator"),
+    Phase.GROWING: ("worker", "coordinator", "driver"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +104,13 @@ class Outcome:
     problem: str = ""
 
 
-def all_cells(arms: Iterable[str] = ARMS, kinds: Iterable[Kind] = (Kind.KILL,)) -> list[Cell]:
+def all_cells(arms: Iterable[str] = ARMS, kinds: Iterable[Kind] = (Kind.KILL, Kind.STOP)) -> list[Cell]:
     """Every cell, arm by arm: half of them under FSDP2, half under DDP; what happens while a run grows, and once more
     each loss of a node, in a run that can shrink and grow."""
     cells = []
     for kind, (i, victim), (j, phase) in itertools.product(kinds, enumerate(VICTIMS), enumerate(Phase)):
+        if kind is Kind.STOP and victim not in ACTS_IN[phase]:
+            continue
         fixed = "fsdp2" if (i + j) % 2 == 0 else "ddp"
         cells += [Cell(ARMS["elastic" if phase is Phase.GROWING else fixed], victim, kind, phase)]
         if VICTIMS[victim][0] is Target.RAYLET and phase is not Phase.GROWING:
@@ -196,7 +208,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="fault_matrix", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the JSON object and nothing else")
     parser.add_argument("--runs", default=",".join(ARMS), help="kinds of runs, of " + ", ".join(ARMS))
-    parser.add_argument("--kinds", default="kill", help="kill, stop, or both with a comma")
+    parser.add_argument("--kinds", default="kill,stop", help="kill, stop, or both with a comma")
     parser.add_argument("--only", default="", help="only cells whose name holds one of these texts, with commas")
     parser.add_argument("--sample", type=int, default=None, help="seed of 12 cells, instead of all; no file is written")
     parser.add_argument("--limit", type=int, default=None, help="at most so many cells of each kind of run")
@@ -233,15 +245,17 @@ def main() -> int:
                     outcomes += run_cells(cluster, start_job, name, cells, whole, epochs=epochs, say=say)
         finally:
             stop_cluster(cluster)
-    if args.sample is None and not args.only:  # part of the matrix is no result
-        write(outcomes, as_json=args.json)
+    partial = args.sample is not None or args.limit is not None or args.only or set(args.runs.split(",")) < set(ARMS)
+    for kind in Kind if not partial else ():  # part of the matrix is no result
+        if of_kind := [outcome for outcome in outcomes if outcome.cell.kind is kind]:
+            write(f"fault_matrix_{kind.value}", of_kind, as_json=args.json)
     failed = [o for o in outcomes if o.problem]
     for outcome in failed:
         say(f"FAILED {outcome.cell}: {outcome.problem.splitlines()[0]}")
     return 1 if failed or not outcomes else 0
 
 
-def write(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+def write(topic: str, outcomes: Sequence[Outcome], *, as_json: bool) -> None:
     """The table and its file; a cell that failed has no time but counts."""
     from results_file import Budget, report, spread  # beside the benchmarks, whose form the file has
 
@@ -261,7 +275,7 @@ def write(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
     ]
     if lost:
         budgets.append(Budget(name="node lost: first new step, s, worst", limit=NODE_LOST_BUDGET_S, value=max(lost)))
-    report("fault_matrix", arms, budgets, as_json=as_json)
+    report(topic, arms, budgets, as_json=as_json)
 
 
 if __name__ == "__main__":

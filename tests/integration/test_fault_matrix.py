@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fault_matrix
-from ray_goodput.testing.faults import Phase
+from ray_goodput.testing.faults import Kind, Phase
 
 SEED = 1
 
@@ -25,7 +25,10 @@ def test_the_sample_has_every_victim_and_every_phase_of_a_run_that_keeps_its_siz
 def test_the_matrix_has_everyone_in_every_phase_in_a_run_that_can_be_in_it() -> None:
     cells = fault_matrix.all_cells()
     assert len(set(cells)) == len(cells)
-    pairs = {(cell.victim, cell.phase) for cell in cells}
+    stopped = {(cell.victim, cell.phase) for cell in cells if cell.kind is Kind.STOP}
+    assert {victim for victim, _ in stopped} == set(fault_matrix.VICTIMS)
+    assert {phase for _, phase in stopped} == set(Phase)
+    pairs = {(cell.victim, cell.phase) for cell in cells if cell.kind is Kind.KILL}
     assert pairs == {(victim, phase) for victim in fault_matrix.VICTIMS for phase in Phase}
     assert all(cell.arm.elastic for cell in cells if cell.phase is Phase.GROWING)
     assert {cell.arm.name for cell in cells if cell.phase is not Phase.GROWING} == {"fsdp2", "ddp", "elastic"}
