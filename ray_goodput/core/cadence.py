@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -45,10 +46,16 @@ class CadenceState:
 
 @dataclass(frozen=True, slots=True)
 class SaveDecision:
-    """Whether to save now, and one sentence why."""
+    """Whether to save now, and one sentence why.
+
+    not_before_step, not_before_mono_s: a "no" stays one until both the step and the moment have come, as long as no
+        save begins or ends: nobody needs to ask again before.
+    """
 
     save: bool
     reason: str
+    not_before_step: int = 0
+    not_before_mono_s: float = 0.0
 
 
 class SaveCadence(ABC):
@@ -103,7 +110,7 @@ class _EverySteps(SaveCadence):
             return _nothing_new(state)
         due = (state.last_save_step // self.every + 1) * self.every
         if state.step < due:
-            return SaveDecision(False, f"the next save is due at step {due}")
+            return SaveDecision(False, f"the next save is due at step {due}", not_before_step=due)
         return SaveDecision(True, f"step {state.step} has reached {due}, a multiple of {self.every}")
 
 
@@ -148,7 +155,7 @@ class AutoCadence(SaveCadence):
         if state.step <= state.last_save_step:
             return _nothing_new(state)
         if state.saves_in_flight > 0:
-            return SaveDecision(False, f"{state.saves_in_flight} save(s) not durable yet")
+            return SaveDecision(False, f"{state.saves_in_flight} save(s) not durable yet", not_before_mono_s=math.inf)
         if state.stall_s is None:
             return SaveDecision(True, "no save has been measured yet")
         interval_s, why = self.interval(state)
@@ -176,11 +183,16 @@ class AutoCadence(SaveCadence):
 
 
 def _nothing_new(state: CadenceState) -> SaveDecision:
-    return SaveDecision(False, f"step {state.step} is not beyond the last save, step {state.last_save_step}")
+    last = state.last_save_step
+    return SaveDecision(False, f"step {state.step} is not beyond the last save, step {last}", not_before_step=last + 1)
 
 
 def _due(state: CadenceState, interval_s: float, why: str) -> SaveDecision:
     elapsed_s = state.now_mono_s - state.last_save_mono_s
     if elapsed_s < interval_s:
-        return SaveDecision(False, f"{elapsed_s:.3g} s of {interval_s:.3g} s since the last save ({why})")
+        # With the time without failures intervals grow, so this moment is early if anything.
+        due_mono_s = state.last_save_mono_s + interval_s
+        return SaveDecision(
+            False, f"less than {interval_s:.3g} s since the last save ({why})", not_before_mono_s=due_mono_s
+        )
     return SaveDecision(True, f"{elapsed_s:.3g} s since the last save, interval {interval_s:.3g} s ({why})")

@@ -25,10 +25,23 @@ between two, unless stalls would take too long."""
 
 @dataclass(frozen=True, slots=True)
 class TierDecision:
-    """How far to save now (NONE: not at all), and one sentence why."""
+    """How far to save now (NONE: not at all), and one sentence why.
+
+    not_before: of each tier, when its rule can first say yes; see `SaveDecision`.
+    """
 
     tier: SaveTier
     reason: str
+    not_before: tuple[tuple[int, float], ...] = ()
+
+    def holds(self, step: int, now_mono_s: float) -> bool:
+        """Whether it is a "no" that is still one, unless a save has begun or ended since."""
+        if self.tier is not SaveTier.NONE:
+            return False
+        for not_before_step, not_before_mono_s in self.not_before:
+            if step >= not_before_step and now_mono_s >= not_before_mono_s:
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +77,14 @@ class TierCadence:
     def decide(self, states: Mapping[SaveTier, CadenceState]) -> TierDecision:
         """The farthest tier whose rule says so. `states`: of each tier in use, its own last save and measurements."""
         reasons: list[str] = []
+        not_before: list[tuple[int, float]] = []
         for tier in sorted(self.rules, reverse=True):
             decision = self.rules[tier].decide(states[tier])
             if decision.save:
                 return TierDecision(tier, f"{tier.label}: {decision.reason}")
             reasons.append(f"{tier.label}: {decision.reason}")
-        return TierDecision(SaveTier.NONE, "; ".join(reasons))
+            not_before.append((decision.not_before_step, decision.not_before_mono_s))
+        return TierDecision(SaveTier.NONE, "; ".join(reasons), tuple(not_before))
 
     def shares(self, restores: Mapping[str, int]) -> dict[SaveTier, float]:
         """Share of failures that each tier in use must cover; a tier that is not in use leaves its own to the next

@@ -33,12 +33,15 @@ from ray_goodput.checkpoint.stage import choose_folder
 from ray_goodput.checkpoint.state import collect_state
 from ray_goodput.clock import SystemClock
 from ray_goodput.config import CheckpointConfig, StoreSpec, environment
-from ray_goodput.core.cadence import CadenceState, SaveCadence
+from ray_goodput.core.cadence import SaveCadence
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice, StagedSlice
+from ray_goodput.core.tier_cadence import TierCadence
+from ray_goodput.core.tiers import SaveTier
 from ray_goodput.errors import ConfigError, DurableAgeError, FencedError, GoodputError, SessionError
 from ray_goodput.storage import open_store
 from ray_goodput.train.decide import OwnAge
 from ray_goodput.train.landing import Committer, LandingBoard
+from ray_goodput.train.tier_times import TierTimes
 from ray_goodput.train.world import ControlWord, Decisions, World
 
 logger = logging.getLogger(__name__)
@@ -113,8 +116,6 @@ class Checkpointer:
         self._in_flight: list[_InFlight] = []
         self._committer: Committer | None = None
         self._opened = self._prepared = self._closed = False
-        self._stall_s: float | None = None
-        self._latency_s: float | None = None
         self._age = OwnAge(self._config.max_durable_age_s, stop=self._config.on_durable_age == "stop")
         self.last_step = 0
         self.skipped = 0
@@ -166,7 +167,7 @@ class Checkpointer:
         if loaded is not None:
             self.last_step, self._cursors = loaded.record.checkpoint.step, loaded.record.cursors
             self._prepare()
-        self._last_save_mono_s = self._started_mono_s = self._clock.mono_s()
+        self._times.begin(self.last_step, failures=self._attempt - 1)
         if self._world.world_rank == 0:
             self._committer = Committer(
                 self._log, self._board, attempt=self._attempt, world_size=self._world.world_size
@@ -282,7 +283,8 @@ class Checkpointer:
         self._stager = RankStager(self._world, self._choose_slots, num_slots=_NUM_SLOTS)
         self._copies = DeferredCopies(self._hand_over)
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-upload")
-        self._cadence = SaveCadence.parse(self._config.every, world=self._world.world_size)
+        rule = SaveCadence.parse(self._config.every, world=self._world.world_size)
+        self._times = TierTimes(TierCadence({SaveTier.STORAGE: rule}), self._clock, self._world.world_size)
         self._opened = True
 
     def _commit_leftovers(self) -> None:
@@ -308,20 +310,8 @@ class Checkpointer:
             return False
         now = self._clock.mono_s()
         self._age.look(now, self._log.newest(), step - 1)
-        decision = self._cadence.decide(
-            CadenceState(
-                step=step,
-                now_mono_s=now,
-                last_save_step=self.last_step,
-                last_save_mono_s=self._last_save_mono_s,
-                saves_in_flight=sum(not flight.future.done() for flight in self._in_flight),
-                stall_s=self._stall_s,
-                latency_s=self._latency_s,
-                failures=self._attempt - 1,
-                exposure_s=(now - self._started_mono_s) * self._world.world_size,
-            )
-        )
-        return decision.save
+        under_way = [SaveTier.STORAGE for flight in self._in_flight if not flight.future.done()]
+        return self._times.decide(step, under_way).tier is SaveTier.STORAGE
 
     def _save(self, step: int, cursors: Mapping[str, Mapping[str, Any]] | None, *, must: bool) -> bool:
         assert self._state is not None
@@ -348,8 +338,7 @@ class Checkpointer:
             self._committer.expect(checkpoint)
         self._copies.take(pending, self._state["optimizer"])
         self.last_step = step
-        self._last_save_mono_s = self._clock.mono_s()
-        self._stall_s = self._last_save_mono_s - started
+        self._times.begun(SaveTier.STORAGE, step, self._clock.mono_s() - started)
         return True
 
     def _hand_over(self, staged: StagedSlice) -> None:
@@ -362,7 +351,7 @@ class Checkpointer:
             self._stager.release(flight.staged.slot_path)
             error = flight.future.exception()
             if error is None:
-                self._latency_s = self._clock.mono_s() - flight.sent_mono_s
+                self._times.arrived(SaveTier.STORAGE, self._clock.mono_s() - flight.sent_mono_s)
             elif isinstance(error, FencedError):
                 raise error
             else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +102,7 @@ class Saver:
         if self._world.world_rank != 0:
             return SaveTier.NONE
         self._collect_finished()
-        return self._times.decide(step, Counter(flight.staged.tier for flight in self._in_flight)).tier
+        return self._times.decide(step, [flight.staged.tier for flight in self._in_flight]).tier
 
     def save(
         self,

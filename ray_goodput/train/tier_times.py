@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ray_goodput.clock import Clock
@@ -25,6 +26,7 @@ class TierTimes:
         self._begun_mono_s = now
         self._failures, self._exposure_s = 0, 0.0
         self._shares = cadence.shares({})
+        self._quiet: tuple[tuple[SaveTier, ...], TierDecision] | None = None
 
     def begin(
         self, step: int, failures: int = 0, exposure_s: float = 0.0, restores: Mapping[str, int] | None = None
@@ -34,9 +36,11 @@ class TierTimes:
         self._last = dict.fromkeys(self._last, (step, now))
         self._failures, self._exposure_s = failures, exposure_s
         self._shares = self._cadence.shares(restores or {})
+        self._quiet = None
 
     def begun(self, tier: SaveTier, step: int, stall_s: float | None) -> None:
         """A save of `step` that goes as far as `tier` was begun, or skipped (None)."""
+        self._quiet = None
         for reached in self._last:
             if reached <= tier:
                 self._last[reached] = (step, self._clock.mono_s())
@@ -46,10 +50,21 @@ class TierTimes:
     def arrived(self, tier: SaveTier, latency_s: float) -> None:
         """A save has reached `tier`, this long after its stall."""
         self._latency_s[tier] = latency_s
+        self._quiet = None
 
-    def decide(self, step: int, in_flight: Mapping[SaveTier, int]) -> TierDecision:
-        """How far to save after `step`. `in_flight`: saves under way, by how far they are to go."""
-        now = self._clock.mono_s()
+    def decide(self, step: int, in_flight: Collection[SaveTier]) -> TierDecision:
+        """How far to save after `step`. `in_flight`: how far each save under way is to go.
+
+        Cheap at most steps: what was decided before is said again while nothing can change it.
+        """
+        now, under_way = self._clock.mono_s(), tuple(in_flight)
+        if self._quiet is not None and self._quiet[0] == under_way and self._quiet[1].holds(step, now):
+            return self._quiet[1]
+        decision = self._decide(step, now, Counter(under_way))
+        self._quiet = under_way, decision
+        return decision
+
+    def _decide(self, step: int, now: float, in_flight: Mapping[SaveTier, int]) -> TierDecision:
         common: dict[str, Any] = {
             "step": step,
             "now_mono_s": now,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -13,7 +16,7 @@ from ray_goodput.clock import ManualClock
 from ray_goodput.config import CheckpointConfig
 from ray_goodput.core.cadence import PRIOR_FAILURES_PER_ACCELERATOR_YEAR, AutoCadence, CadenceState
 from ray_goodput.core.reliability import YEAR_S
-from ray_goodput.core.tier_cadence import MAX_NEAR_INTERVAL_S, TierCadence
+from ray_goodput.core.tier_cadence import MAX_NEAR_INTERVAL_S, TierCadence, TierDecision
 from ray_goodput.core.tiers import SaveTier
 from ray_goodput.errors import ConfigError
 from ray_goodput.train.saver import Saver
@@ -116,6 +119,47 @@ def test_no_tier_waits_longer_than_its_interval_and_a_farther_save_counts_for_th
     mtbf_s = (YEAR_S / PRIOR_FAILURES_PER_ACCELERATOR_YEAR + 40 * 300.0 * 1024) / 41 / 1024
     for tier, share in {LOCAL: 0.70, PEER: 0.25, STORAGE: 0.05}.items():
         assert longest[tier] == pytest.approx(math.sqrt(2 * 0.1 * mtbf_s / share), abs=1.5)
+
+
+class AskedAtEveryStep(TierCadence):
+    def decide(self, states: Mapping[SaveTier, CadenceState]) -> TierDecision:
+        return replace(TierCadence.decide(self, states), not_before=((0, 0.0),))
+
+
+class Counted(TierCadence):
+    asked: ClassVar[int] = 0
+
+    def decide(self, states: Mapping[SaveTier, CadenceState]) -> TierDecision:
+        Counted.asked += 1
+        return TierCadence.decide(self, states)
+
+
+@pytest.mark.parametrize(
+    ("every", "every_local", "peers"),
+    [("auto", None, True), ("auto", 5, False), (40, "auto", False), ("20s", 3, True), (7, None, False)],
+)
+def test_asking_the_rules_only_when_something_changed_changes_no_decision(every, every_local, peers) -> None:
+    rules = parse(every, every_local, peers=peers, world=1024).rules
+    draw, clock = random.Random(1), ManualClock()
+    lazy, eager = TierTimes(Counted(rules), clock, 1024), TierTimes(AskedAtEveryStep(rules), clock, 1024)
+    Counted.asked, in_flight, saved = 0, [], 0
+    for times in (lazy, eager):
+        times.begin(0, failures=40, exposure_s=40 * 300.0 * 1024)
+    for step in range(1, 3000):
+        clock.advance(draw.choice([0.05, 0.05, 0.3]))
+        if in_flight and draw.random() < 0.05:
+            arrived = in_flight.pop(0)
+            for times in (lazy, eager):
+                times.arrived(arrived, latency_s=draw.random())
+        tier = lazy.decide(step, in_flight).tier
+        assert tier is eager.decide(step, in_flight).tier
+        if tier is not NONE:
+            saved += 1
+            stall_s = None if draw.random() < 0.1 else 0.01 + draw.random() / 10
+            for times in (lazy, eager):
+                times.begun(tier, step, stall_s)
+            in_flight += [tier] if stall_s else []
+    assert saved > 10 and Counted.asked < 6 * saved + 10, "it is rank 0's own time, at every step"
 
 
 def test_all_ranks_read_the_same_tier_from_the_control_word() -> None:
