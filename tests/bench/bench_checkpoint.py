@@ -1,7 +1,7 @@
 """What a save costs training, how soon it is durable, and how fast it is loaded: ours beside PyTorch's and Ray's ways.
 
-Ranks are gloo processes on this machine; the object store is a JuiceFS gateway on it too, and takes its share of the
-processor from all arms alike. A step is 30 ms of waiting, as for a device, a little work and an all-reduce.
+Ranks are gloo processes on this machine; the object store is a JuiceFS gateway on it too, at the lowest priority, since
+a real one takes nothing from training. A step is 30 ms of waiting, as for a device, a little work and an all-reduce.
 `--state-mb` is the state of the DDP cases; FSDP2 and the huge embedding have a quarter of it, the restores half. A
 small one: `--cases ddp2 restore --state-mb 64 --repeats 2`.
 """

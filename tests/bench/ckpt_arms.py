@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ckpt_state import Training
+from ckpt_vault import TIDY
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
@@ -29,6 +30,8 @@ from ray_goodput.checkpoint.state import collect_state
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import CheckpointId
 from ray_goodput.train.world import World
+
+_TIDY_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,9 @@ class _InNodeProcess(Arm):
         return True
 
     def tidy(self, step: int) -> None:
-        self.site.inbox.put("prune")
+        """Waited for, as for the other arms: else it would run beside the next save."""
+        self.site.inbox.put(TIDY)
+        assert self.site.answers.get(timeout=_TIDY_TIMEOUT_S) == TIDY
 
 
 class Ours(_InNodeProcess):

@@ -15,7 +15,6 @@ _ASYNC = (_THREAD, "async_save, process", _KEPT, "ray")
 _OF_STOCK = {"ddp2": (0.7, 1 / 4), "ddp4": (0.5, 1 / 5)}
 _TO_SPARE = "one"
 _SMALL_MB = 100
-_WHY_DURABLE = "The vault is niced (10), the bare upload is not: where all cores are busy, it waits for training."
 
 
 def budgets(figures: Figures) -> list[Budget]:
@@ -80,7 +79,7 @@ def _durable(figures: Figures) -> Iterable[Budget]:
     for case in (case.name for case in CASES):
         bare = median(figures, f"{case}: bare upload", "durable_s")
         ours = median(figures, f"{case}: ours", "durable_s")
-        yield from _budget(f"{case}: durable to a bare upload", 1.25, ours, bare, _WHY_DURABLE)
+        yield from _budget(f"{case}: durable to a bare upload", 1.25, ours, bare)
 
 
 def _steps(figures: Figures) -> Iterable[Budget]:

@@ -176,7 +176,8 @@ def restore_main(setup: RestoreSetup, results: Any) -> None:
         total = sum(path.stat().st_size for path in files.ours(LOADING).iterdir() if path.name != COMMIT_NAME)
         share: list[float] = []
         for repeat in range(setup.repeats + 1):
-            for name, load in loads.arms().items():
+            arms = list(loads.arms().items())
+            for name, load in arms[:: 1 if repeat % 2 else -1]:  # none always after the same one
                 slowest = _timed(load, groups[LOADING])
                 if repeat:  # the first round warms the page cache for all
                     found.setdefault(name, []).append(slowest)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import LandedSlice, StagedSlice
 from ray_goodput.storage import open_store
 
+TIDY = "tidy"  # the message, and its answer
 _NICENESS = 10  # that of the vault's actor
 _PART_BYTES = 8 << 20  # that of our store, and its number of requests at once
 _PIECE_BYTES = 1 << 20
@@ -52,7 +54,7 @@ class _Coordinator:
 
 
 def vault_main(spec: NodeSpec, inbox: Any, answers: list[Any]) -> None:
-    """Persist each `StagedSlice` of `inbox`, and tell its rank when; "prune" prunes, None ends it."""
+    """Persist each `StagedSlice` of `inbox`, and tell its rank when; prune at TIDY, and tell rank 0; None ends it."""
     os.nice(_NICENESS)
     give_back_large_blocks()
     store = open_store(spec.store)
@@ -72,11 +74,19 @@ def vault_main(spec: NodeSpec, inbox: Any, answers: list[Any]) -> None:
         vault.persist(staged)  # the last one of a step returns when the commit is written
         answers[staged.world_rank].put(time.perf_counter())
 
-    _serve(inbox, persist, log.prune)
+    def prune() -> None:
+        log.prune()
+        answers[0].put(TIDY)
+
+    _serve(inbox, persist, prune)
 
 
 def bare_main(spec: NodeSpec, inbox: Any, answers: list[Any]) -> None:
-    """Upload each (rank, file, step) of `inbox` with nothing but the client's own multipart upload."""
+    """Upload each (rank, file, step) of `inbox` with nothing but the client's own multipart upload.
+
+    At the vault's priority: what is compared is what the vault does beside it.
+    """
+    os.nice(_NICENESS)
     bucket, _, prefix = spec.store.uri.removeprefix("s3://").partition("/")
     options = spec.store.options
     client = S3Store(
@@ -95,19 +105,23 @@ def bare_main(spec: NodeSpec, inbox: Any, answers: list[Any]) -> None:
             key = f"{prefix}/{step}-{rank}"
             obstore.put(client, key, pieces, chunk_size=_PART_BYTES, max_concurrency=_REQUESTS)
         answers[rank].put(time.perf_counter())
-        store.delete([f"{step}-{rank}"])
+
+    def remove() -> None:
+        store.delete([info.key for info in store.list()])
+        answers[0].put(TIDY)
 
     store = open_store(spec.store)
-    _serve(inbox, upload, lambda: None)
+    _serve(inbox, upload, remove)
 
 
-def _serve(inbox: Any, work: Any, prune: Any) -> None:
+def _serve(inbox: Any, work: Callable[[Any], None], tidy: Callable[[], None]) -> None:
     with ThreadPoolExecutor(8) as pool:
         while (task := inbox.get()) is not None:
             # `result` of each is asked for nowhere: a failure leaves its rank waiting, and the run ends by its timeout.
-            prune() if task == "prune" else pool.submit(work, task).add_done_callback(_tell)
+            future = pool.submit(tidy) if task == TIDY else pool.submit(work, task)
+            future.add_done_callback(_tell)
 
 
 def _tell(future: Any) -> None:
     if (error := future.exception()) is not None:
-        print(f"upload failed: {error!r}", flush=True)
+        print(f"The node's process failed: {error!r}", flush=True)

@@ -16,6 +16,7 @@ import pytest
 from ray_goodput.config import StoreSpec
 from ray_goodput.errors import ObjectChangedError, ObjectNotFoundError, StorageError
 from ray_goodput.storage import ObjectStore, open_store
+from ray_goodput.storage.cloud_options import S3Options
 from ray_goodput.storage.faults import FaultyStore
 from servers import JuiceFSGateway, MotoServer
 
@@ -333,3 +334,13 @@ def test_an_s3fs_file_system_of_the_user_obeys_the_main_laws(moto: MotoServer, t
     assert (tmp_path / "back").read_bytes() == data
     store.delete(["a/big", "a/.metadata", "none"])
     assert keys(store) == []
+
+
+def test_sweeps_of_one_store_share_one_client(moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    make = S3Options.botocore_client
+    monkeypatch.setattr(S3Options, "botocore_client", lambda self: made.append(client := make(self)) or client)
+    store = open_store(StoreSpec(uri=f"{moto.uri}/sweeps", options=moto.storage_options))
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: store.abort_uploads("step-1"), range(8))) == [0] * 8
+    assert len(made) == 1
