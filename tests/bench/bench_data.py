@@ -120,7 +120,8 @@ def _listen(store: RemoteStore, process: subprocess.Popen[str], mount: Path | No
             figures[f"{event}_fetched_bytes"] = fetched - bytes_before
             figures[f"{event}_requests"] = requests - requests_before
             figures[f"{event}_share_read"] = min(1.0, said["samples"] / full)
-            figures[f"{event}_first_batch_s"] = said["first_s"]
+            if said["first_s"] is not None:
+                figures[f"{event}_first_batch_s"] = said["first_s"]
         elif event == "steps":
             figures["waiting_share"] = said["waiting_share"]
         elif event == "opened":

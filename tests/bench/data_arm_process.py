@@ -39,17 +39,26 @@ def say(event: str, **values: Any) -> None:
     print(json.dumps({"event": event, **values}), flush=True)
 
 
-def run_epoch(event: str, batches: Iterator[int], began: float, limit_s: float) -> None:
-    """Reads until the end of the epoch, or for `limit_s`."""
-    cpu_before, samples, first_s = cpu_s(), 0, 0.0
+def run_epoch(event: str, batches: Iterator[int], limit_s: float, *, after_a_part: bool = False) -> bool:
+    """Reads until the end of the epoch, or for `limit_s`; whether it was whole.
+
+    after_a_part: of the epoch before; then the loader first ends what it was asked for there, which is not timed.
+    """
+    if after_a_part:
+        next(batches, None)
+    began, cpu_before, samples, whole = time.perf_counter(), cpu_s(), 0, True
+    first_s: float | None = None
     for size in batches:
         now = time.perf_counter()
         first_s = first_s or now - began
         samples += size
         if now - began > limit_s:
+            whole = False
             break
     seconds = time.perf_counter() - began
+    first_s = None if after_a_part else first_s
     say(event, samples=samples, seconds=seconds, first_s=first_s, cpu_s=cpu_s() - cpu_before)
+    return whole
 
 
 def run_steps(batches: Iterator[int], step_s: float, limit_s: float) -> None:
@@ -91,9 +100,9 @@ def main(arm: str, arguments: dict[str, Any]) -> None:
     epochs: Epochs = ARMS[arm].open(place)
     say("opened", seconds=time.perf_counter() - began)
     sys.stdin.readline()
-    run_epoch("epoch_1", epochs(0), time.perf_counter(), limit_s)
+    whole = run_epoch("epoch_1", epochs(0), limit_s)
     sys.stdin.readline()
-    run_epoch("epoch_2", epochs(1), time.perf_counter(), limit_s)
+    run_epoch("epoch_2", epochs(1), limit_s, after_a_part=not whole)
     sys.stdin.readline()
     run_steps(epochs(2), step_s, limit_s)
     sys.stdout.flush()
