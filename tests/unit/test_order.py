@@ -90,10 +90,10 @@ def test_places_whose_keys_tie_are_those_of_the_stable_sort(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("lanes", [1, 64])
-def test_a_seek_in_a_billion_rows_touches_one_lanes_parts_and_one_windows_rows(
+def test_a_seek_in_four_billion_rows_touches_one_lanes_parts_and_one_windows_rows(
     lanes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_shards, rows_each, window = 100_000, 10_000, 8
+    num_shards, rows_each, window = 100_000, 40_000, 8
     drawn: list[int] = []
     sorted_keys: list[int] = []
     real_philox, real_argsort = order_module.philox, order_module._stable_argsort
