@@ -197,6 +197,8 @@ class RunCoordinator:
                 self._step = max(self._step, *(step for step, _ in metrics), -1)
         if start is not None and not replaced:
             self._points.goes_on(attempt, start.near, wait=False)  # heartbeats are not held up
+            if self._restarted:
+                self._age.begin()  # `resumed` was told to an earlier life
         if page is not None:
             self.watch.take(page)
         else:

@@ -36,6 +36,7 @@ _NUM_SLOTS = 2
 _FINAL_WAIT_S = 1800.0
 _NEAR_WAIT_S = 60.0
 _SLOT_WAIT_S = 5.0
+_LOOK_S = 1.0  # how often a save that waits for a slot looks whether the run is to stop
 _COMMIT_WAIT_S = 20.0
 _COMMIT_TRIES = 3
 
@@ -73,6 +74,7 @@ class Saver:
         self._stop_requested = threading.Event()
         self.last_step = 0  # newest step staged for storage, or resumed from a commit
         self._staged = (-1, SaveTier.NONE)  # newest step staged in this attempt, and how far it goes
+        self._failed_step = -1  # newest step of which this rank's slice could not be kept
         self.skipped = 0
 
     def begin(self, step: int, *, durable: bool = True) -> None:
@@ -120,7 +122,8 @@ class Saver:
 
         On a CPU the vault has it when this returns, on a device once `settle` or the next optimizer step was called.
 
-        must: wait for a slot, whatever the configuration says.
+        must: wait for a slot, whatever the configuration says; but not beyond `max_durable_age`, if the run is to stop
+            then: what holds the slots waits for the storage.
 
         Raises:
             CheckpointError: the state cannot be saved; on all ranks.
@@ -137,7 +140,7 @@ class Saver:
         if self._stager.num_free < min_free:
             self._let_near_saves_arrive()
         if must or self._spec.checkpoint.when_full == "wait":
-            while self._stager.num_free < min_free and self._in_flight:
+            while self._stager.num_free < min_free and self._in_flight and not self._worker.orders.stop_reason:
                 self._wait_for_one()
         pending = self._stager.begin(
             tree,
@@ -190,6 +193,7 @@ class Saver:
             ray.wait(near, num_returns=len(near), timeout=_NEAR_WAIT_S)
         self._collect_finished(keep_failed=True)
         arrived = all(flight.staged.tier is SaveTier.STORAGE for flight in self._in_flight)
+        arrived = arrived and self._failed_step != self._staged[0]
         self._stager.close()
         return self._world.all_true(arrived)
 
@@ -256,7 +260,7 @@ class Saver:
             self._collect_finished()
 
     def _wait_for_one(self) -> None:
-        ray.wait([self._in_flight[0].ref], timeout=_FINAL_WAIT_S)
+        ray.wait([self._in_flight[0].ref], timeout=_LOOK_S)
         self._collect_finished()
 
     def _collect_finished(self, *, keep_failed: bool = False) -> None:
@@ -282,6 +286,8 @@ class Saver:
             except RayError as error:
                 logger.error("The save of step %d was lost with this node's vault: %s", step, error)
             finally:
+                if not saved:
+                    self._failed_step = max(self._failed_step, step)
                 if saved or not keep_failed:
                     self._stager.release(flight.staged.slot_path)
 

@@ -14,6 +14,7 @@ from ray_goodput.actors.coordinator import RunCoordinator
 from ray_goodput.clock import ManualClock
 from ray_goodput.config import CheckpointConfig
 from ray_goodput.core.durable_age import AgeWatch, judge_age
+from ray_goodput.core.run_state import AttemptStart
 from ray_goodput.errors import ConfigError, DurableAgeError, StorageError
 from ray_goodput.storage.faults import FaultyStore
 from ray_goodput.storage.local import LocalStore
@@ -69,6 +70,19 @@ def test_the_coordinator_warns_and_stops_the_ranks_only_if_asked(
     coordinator.stop()
     assert all((answer in text) if answer else (text == "") for text in told)
     assert sum("max_durable_age" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_coordinator_that_was_restarted_counts_from_the_present_attempts_word_on(tmp_path: Path) -> None:
+    clock = ManualClock()
+    age = CommitAge(clock, 60.0, stop=True)
+    again = RunCoordinator(run="run", store=LocalStore(tmp_path), clock=clock, target_world=1, age=age, restarted=True)
+    again.open()
+    start: AttemptStart | None = None
+    for start, said in ((None, ""), (AttemptStart(near=None), "max_durable_age=60 s")):
+        again.heartbeat(1, 0, page(1, 0, []), (), None, start)
+        clock.advance(61.0)
+        assert said in again.heartbeat(1, 0, page(1, 0, []), (), None, start).stop_reason
+    again.stop()
 
 
 @pytest.mark.parametrize("stop", [False, True])

@@ -9,16 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import RayTaskError
 
 from near_nodes import NearNodes
 from ray_goodput.actors.names import attempt_dir
 from ray_goodput.clock import SystemClock
 from ray_goodput.config import CheckpointConfig
 from ray_goodput.core.commit import CheckpointId
+from ray_goodput.core.durable_age import judge_age
+from ray_goodput.core.run_state import HeartbeatAnswer
 from ray_goodput.core.tiers import SaveTier
+from ray_goodput.errors import DurableAgeError, StorageError
 from ray_goodput.train import saver as saver_module
+from ray_goodput.train.decide import decide, raise_if_too_old
+from ray_goodput.train.orders import RankOrders
 from ray_goodput.train.saver import Saver
-from ray_goodput.train.world import World
+from ray_goodput.train.world import ControlWord, World
 
 
 class Refs:
@@ -26,10 +32,12 @@ class Refs:
 
     def __init__(self) -> None:
         self.stuck: set[int] = set()
+        self.while_waiting: Callable[[], None] = lambda: None
         self.slow: set[int] = set()
 
     def wait(self, refs: list[Any], **how: Any) -> tuple[list[Any], list[Any]]:
         if how.get("timeout"):
+            self.while_waiting()
             self.slow -= {ref["number"] for ref in refs}
         open_yet = self.stuck | self.slow
         return [r for r in refs if r["number"] not in open_yet], [r for r in refs if r["number"] in open_yet]
@@ -56,6 +64,7 @@ class OneRank:
             world=World(0, 1, None),
             clock=SystemClock(),
             attempt=1,
+            orders=RankOrders(0, ()),
             vault=vault,
             coordinator=SimpleNamespace(
                 failure_history=lambda: (0, 0.0),
@@ -66,6 +75,7 @@ class OneRank:
             ),
         )
         spec: Any = SimpleNamespace(checkpoint=CheckpointConfig(**config), key="k")
+        self.orders = worker.orders
         self.saver = Saver(spec, worker)
         self.saver.begin(0)
         self.model = torch.nn.Linear(3, 3)
@@ -75,8 +85,12 @@ class OneRank:
         self.refs_made += 1
         if self.refs_made - 1 in self.refs.stuck:
             return {"number": self.refs_made - 1, "error": None}
-        self.nodes.vaults["a"].persist(staged)
-        return {"number": self.refs_made - 1, "error": None}
+        error = None
+        try:
+            self.nodes.vaults["a"].persist(staged)
+        except StorageError as cause:
+            error = RayTaskError("persist", "", cause)
+        return {"number": self.refs_made - 1, "error": error}
 
     def save(self, step: int, *, must: bool = False, tier: SaveTier = SaveTier.STORAGE) -> bool:
         self.stateful["position"].step = step
@@ -158,3 +172,56 @@ def test_leaving_without_the_storage_waits_for_near_saves_only(one_rank: Any) ->
     assert rank.save(2, tier=SaveTier.PEER) and rank.saver.leave()
     rank.nodes.hold(2)
     assert rank.nodes.coordinator.resume_point(2).checkpoint == CheckpointId(2, 1)
+
+
+def too_old(rank: OneRank) -> str:
+    """The rank hears from the coordinator that the run is to stop."""
+    reason = judge_age(age_s=61.0, limit_s=60.0, committed_step=-1, step=2).reason
+    rank.orders.hear(HeartbeatAnswer(next_record=0, stop_reason=reason))
+    return reason
+
+
+def last_step(rank: OneRank, step: int) -> None:
+    """What `session.step` and, after the loop, `session.close` do once the run is to stop."""
+    word = ControlWord(World(0, 1, None))
+    word.post(decide(rank.orders, rank.saver.due(step), stop=False))
+    agreed = word.read()
+    assert agreed.stop and not agreed.save, "nothing begins that would wait for the storage"
+    rank.save(step, tier=agreed.near)
+    raise_if_too_old([rank.orders.stop_reason], step, lambda: rank.save(step, tier=agreed.near) and rank.saver.leave())
+
+
+@pytest.mark.parametrize("saves", [1, 2])
+def test_a_run_under_auto_stops_for_a_storage_that_is_away_with_its_last_state_on_the_nodes(
+    one_rank: Any, saves: int
+) -> None:
+    rank = one_rank(every="auto", max_durable_age="60s", on_durable_age="stop")
+    rank.refs.stuck = {0}  # its upload never ends; what comes next goes to the nodes
+    for step in range(1, saves + 1):
+        rank.save(step)
+    assert rank.nodes.coordinator.committed_step() == -1
+    reason = too_old(rank)
+    with pytest.raises(DurableAgeError) as raised:
+        last_step(rank, 3)
+    for part in (reason, "max_durable_age=60 s", 'on_durable_age="stop"', "after step 3 lies on the nodes' disks"):
+        assert part in str(raised.value)
+    rank.nodes.hold(2)
+    assert rank.nodes.coordinator.resume_point(2).checkpoint == CheckpointId(3, 1)
+
+
+def test_a_last_state_that_found_no_room_on_the_disk_is_not_said_to_lie_there(one_rank: Any) -> None:
+    rank = one_rank(every="auto", max_durable_age="60s", on_durable_age="stop")
+    folder = rank.nodes.local("a")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.write_bytes(b"")  # nothing can be kept under it
+    too_old(rank)
+    with pytest.raises(DurableAgeError, match="Not all of it lies on the disks"):
+        last_step(rank, 3)
+
+
+def test_a_save_that_waits_for_a_slot_waits_no_longer_than_the_run_may(one_rank: Any) -> None:
+    rank = one_rank(every=1, when_full="wait", max_durable_age="60s", on_durable_age="stop")
+    rank.refs.stuck = {0, 1}
+    assert rank.save(1) and rank.save(2)
+    rank.refs.while_waiting = lambda: bool(too_old(rank))
+    assert not rank.save(3), "skipped, for the run is to stop: its slots stay with uploads that cannot end"
