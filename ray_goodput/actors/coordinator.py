@@ -1,7 +1,7 @@
 """The coordinator of a run: attempts, resume points, commits and the ledger. No Ray in the class.
 
-All its state can be rebuilt from storage: commits from their records, attempts and time from the ledger's segments. One
-lock guards the attempt table; commits have their own (`commits.py`), and so has the ledger.
+All its state can be rebuilt from storage: commits from their records, attempts and time from the ledger's segments.
+Each part (`attempts.py`, `commits.py`, the ledger) has a lock of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from ray_goodput.actors.attempts import Attempts
 from ray_goodput.actors.commit_age import CommitAge
 from ray_goodput.actors.commits import CommitLog
 from ray_goodput.actors.housekeeping import Errand
@@ -27,7 +28,7 @@ from ray_goodput.clock import Clock
 from ray_goodput.config import WatchdogConfig
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
 from ray_goodput.core.data_flow import DataCounts
-from ray_goodput.core.run_state import AttemptStart, HeartbeatAnswer, Resume, RunStatus, WorkerInfo, processes_of
+from ray_goodput.core.run_state import AttemptStart, HeartbeatAnswer, RunStatus, WorkerInfo
 from ray_goodput.core.tiers import peers_of
 from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.goodput.metrics import RunFigures
@@ -90,16 +91,9 @@ class RunCoordinator:
         self._metrics = RunMetrics(store=store, clock=clock)
         self.watch = ProgressWatch(clock, watchdog or WatchdogConfig())
         self._run_started_at = clock.at_s() if run_started_at is None else run_started_at
-        self._lock = threading.Lock()
-        self._attempt = 0
-        self._workers: tuple[WorkerInfo, ...] = ()
-        self._step = -1
-        self._resumes: list[Resume] = []
-        self._skipped = 0
-        self._num_commits = 0
+        self._attempts = Attempts(self._ledger, self.watch)
         self._save_times = SaveTimes()
         self._train_run_id = ""
-        self._gave_up: str | None = None
         self._orders = RunOrders(clock)
         self._prune = Errand("prune", self._commits.prune)
         self._flush = Errand("ledger", self._write_books, every_s=self._ledger.flush_interval_s)
@@ -118,7 +112,7 @@ class RunCoordinator:
         self._run_id = run_identity(self._store)
         self._points = ResumePoints(self._run, self._run_id, self._commits, self._answering)
         self._ledger.open(self._run_started_at)
-        self._attempt = max(self._commits.highest_attempt, self._ledger.highest_attempt)
+        self._attempts.go_on_from(max(self._commits.highest_attempt, self._ledger.highest_attempt))
         self._restore_fence()
         if self._restarted:
             self._commits.hold_commits(_WORD_WAIT_S)
@@ -144,29 +138,15 @@ class RunCoordinator:
 
     def train_run(self, run_id: str) -> None:
         """Ray Train's own name for what the driver has begun; the run's metrics carry it."""
-        with self._lock:
-            self._train_run_id = run_id
+        self._train_run_id = run_id
 
     def group_allocated(self, workers: Sequence[WorkerInfo]) -> int:
         """A worker group got its processes: a new attempt begins. Idempotent for the same processes."""
-        workers = tuple(workers)
-        with self._lock:
-            if workers and processes_of(workers) == processes_of(self._workers):
-                return self._attempt
-            self._attempt += 1
-            self._workers = workers
-            attempt = self._attempt
-            self.watch.begin(attempt, workers)
-        self._ledger.attempt_started(attempt, len(workers))
-        return attempt
+        return self._attempts.allocated(workers)
 
     def group_lives(self, workers: Sequence[WorkerInfo]) -> None:
         """Said again and again by the controller: a coordinator that was restarted does not know the processes."""
-        with self._lock:
-            if self._workers or self._attempt < 1:
-                return
-            self._workers = tuple(workers)
-            self.watch.begin(self._attempt, workers)
+        self._attempts.lives(workers)
 
     def join_attempt(self, workers: Sequence[WorkerInfo]) -> int:
         """The attempt these processes belong to, from rank 0; a new one if the controller could not announce them."""
@@ -190,11 +170,8 @@ class RunCoordinator:
 
         No page: its journal cannot be written any more, and from now on its silence means nothing.
         """
-        self._heard_of(attempt)
-        with self._lock:
-            replaced = attempt < self._attempt
-            if attempt == self._attempt:
-                self._step = max(self._step, *(step for step, _ in metrics), -1)
+        self._attempts.heard_of(attempt)
+        replaced = not self._attempts.trained(attempt, [step for step, _ in metrics])
         if start is not None and not replaced:
             self._points.goes_on(attempt, start.near, wait=False)  # heartbeats are not held up
             if self._restarted:
@@ -204,7 +181,7 @@ class RunCoordinator:
         else:
             self.watch.leave_out(attempt, world_rank)
         self._metrics.add(attempt, metrics, world_rank, data)
-        too_old = self._age.stop_reason(committed_step=self.committed_step(), step=self._step)
+        too_old = self._age.stop_reason(committed_step=self.committed_step(), step=self._attempts.now().step)
         next_record = self._ledger.add_page(page) if page is not None else 0
         return self._orders.answer(next_record, replaced=replaced, stop_reason=too_old)
 
@@ -234,20 +211,11 @@ class RunCoordinator:
 
     def failure_seen(self, *, kind: str, message: str, ranks: tuple[int, ...], reason: str, retry: bool) -> None:
         """The controller noticed that the current attempt failed."""
-        with self._lock:
-            attempt = self._attempt
-            self._gave_up = None if retry else reason
-        self.watch.explained()
-        self._ledger.attempt_ended(attempt, kind, ranks=ranks, reason=message)
+        self._attempts.failed(kind=kind, message=message, ranks=ranks, reason=reason, retry=retry)
 
     def group_down(self) -> None:
         """The worker group is gone, for whatever reason."""
-        with self._lock:
-            attempt, self._workers = self._attempt, ()
-            outcome = "stopped" if self._orders.ending else "finished"
-        self.watch.end()
-        self._ledger.attempt_ended(attempt, outcome)
-        self._ledger.group_down(attempt)
+        self._attempts.down(outcome="stopped" if self._orders.ending else "finished")
 
     def failure_history(self) -> tuple[int, float]:
         """Failures so far and the accelerator-seconds in which they happened, for the interval of saves."""
@@ -257,7 +225,7 @@ class RunCoordinator:
 
     def resume_point(self, attempt: int) -> CommitRecord | None:
         """Where `attempt` goes on, a `NearRecord` if that is not committed; earlier attempts can no longer commit."""
-        self._heard_of(attempt)
+        self._attempts.heard_of(attempt)
         return self._points.choose(attempt)
 
     def mark_bad(self, checkpoint: CheckpointId, reason: str) -> None:
@@ -274,7 +242,9 @@ class RunCoordinator:
     def held(self, landed: LandedSlice, node_id: str) -> CheckpointId | None:
         """See `ResumePoints.held`."""
         complete = self._points.held(landed, node_id)
-        self._heard_of(landed.slice.checkpoint.attempt)  # of this run only: a deleted one may have had more attempts
+        self._attempts.heard_of(
+            landed.slice.checkpoint.attempt
+        )  # of this run only: a deleted one may have had more attempts
         return complete
 
     def holders(self, checkpoint: CheckpointId) -> dict[str, tuple[str, ...]]:
@@ -286,19 +256,16 @@ class RunCoordinator:
 
     def restores_by_tier(self) -> dict[str, int]:
         """How many attempts of this life of the coordinator had to read from which tier."""
-        return dict(Counter(r.tier for r in tuple(self._resumes)))
+        return dict(Counter(r.tier for r in self._attempts.resumes))
 
     def resumed(self, attempt: int, step: int, tier: str, near: CheckpointId | None = None) -> None:
         """All ranks of `attempt` have loaded their state and go on after `step`. Idempotent.
 
         near: the save it goes on from, if that lies on the nodes and is not committed.
         """
-        with self._lock:
-            if any(r.attempt == attempt for r in self._resumes):
-                return
-            self._resumes.append(Resume(attempt=attempt, step=step, tier=tier))
-            self._age.begin()
-            self._step = step
+        if not self._attempts.resumed(attempt, step, tier):
+            return
+        self._age.begin()
         self._points.goes_on(attempt, near, wait=True)  # an earlier life of this actor may have told it
         self._ledger.resumed(attempt, step, near.attempt if near is not None else None)
         self._flush.soon()
@@ -311,15 +278,12 @@ class RunCoordinator:
             FencedError: the slice belongs to an attempt that was replaced, or to another run of the same name.
         """
         self._points.check_owner(landed)
-        self._heard_of(landed.slice.checkpoint.attempt)
-        with self._lock:
-            self._save_times.landed(landed, self._clock.mono_s())
+        self._attempts.heard_of(landed.slice.checkpoint.attempt)
+        self._save_times.landed(landed, self._clock.mono_s())
         record = self._commits.landed(landed)
         if record is not None:
-            with self._lock:
-                self._num_commits += 1
-                self._age.committed()
-                took = self._save_times.committed(record.checkpoint, self._clock.mono_s())
+            self._age.committed()
+            took = self._save_times.committed(record.checkpoint, self._clock.mono_s())
             step, attempt = record.checkpoint.step, record.checkpoint.attempt
             self._ledger.commit(step, attempt, stall_s=took.stall_s, latency_s=took.latency_s, upload_s=took.upload_s)
             self._prune.soon()
@@ -327,12 +291,10 @@ class RunCoordinator:
 
     def save_stalled(self, checkpoint: CheckpointId, stall_s: float) -> None:
         """Training stood still for `stall_s` on rank 0 for this save."""
-        with self._lock:
-            self._save_times.stalled(checkpoint, stall_s)
+        self._save_times.stalled(checkpoint, stall_s)
 
     def save_skipped(self, attempt: int) -> None:
-        with self._lock:
-            self._skipped += 1
+        self._save_times.skipped()
 
     def wait_committed(self, checkpoint: CheckpointId, timeout_s: float) -> bool:
         return self._commits.wait_committed(checkpoint, timeout_s)
@@ -344,7 +306,7 @@ class RunCoordinator:
 
     def commit_age_s(self) -> float | None:
         """Seconds since the newest commit of the present attempt, by this process's clock; None for none."""
-        own = [r.committed_at_s for r in self._commits.records() if r.checkpoint.attempt == self._attempt]
+        own = [r.committed_at_s for r in self._commits.records() if r.checkpoint.attempt == self._attempts.now().number]
         return max(0.0, self._clock.at_s() - max(own)) if own else None
 
     def last_committed(self) -> CheckpointId | None:
@@ -356,18 +318,17 @@ class RunCoordinator:
     # for people and tools
 
     def status(self) -> RunStatus:
-        committed, hang = self.committed_step(), self.watch.hang_now()
-        with self._lock:
-            return RunStatus(
-                run=self._run,
-                attempt=self._attempt,
-                step=max(self._step, committed),
-                committed_step=committed,
-                workers=self._workers,
-                resumes=tuple(self._resumes),
-                saves_skipped=self._skipped,
-                hang=hang,
-            )
+        committed, hang, now = self.committed_step(), self.watch.hang_now(), self._attempts.now()
+        return RunStatus(
+            run=self._run,
+            attempt=now.number,
+            step=max(now.step, committed),
+            committed_step=committed,
+            workers=now.workers,
+            resumes=self._attempts.resumes,
+            saves_skipped=self._save_times.num_skipped,
+            hang=hang,
+        )
 
     def goodput(self) -> GoodputReport:
         """The accounts as of now."""
@@ -378,18 +339,18 @@ class RunCoordinator:
         report = self._ledger.report()
         newest = self._commits.newest()
         since_s = newest.committed_at_s if newest is not None else self._run_started_at
-        with self._lock:
-            return RunFigures(
-                report=report,
-                attempt=self._attempt,
-                ranks=len(self._workers),
-                step=self._step,
-                committed_step=newest.checkpoint.step if newest is not None else -1,
-                commits=self._num_commits,
-                saves_skipped=self._skipped,
-                commit_age_s=max(0.0, self._clock.at_s() - since_s),
-                data=self._metrics.data.total(),
-            )
+        now = self._attempts.now()
+        return RunFigures(
+            report=report,
+            attempt=now.number,
+            ranks=len(now.workers),
+            step=now.step,
+            committed_step=newest.checkpoint.step if newest is not None else -1,
+            commits=self._save_times.num_committed,
+            saves_skipped=self._save_times.num_skipped,
+            commit_age_s=max(0.0, self._clock.at_s() - since_s),
+            data=self._metrics.data.total(),
+        )
 
     @property
     def train_run_id(self) -> str:
@@ -402,8 +363,7 @@ class RunCoordinator:
 
     def gave_up(self) -> str | None:
         """Why no further attempt is made, None if the run was not given up."""
-        with self._lock:
-            return self._gave_up
+        return self._attempts.gave_up
 
     def finish(self) -> RunEnd:
         """Close the books; the ledger's last segment is in storage afterwards if the storage takes it."""
@@ -415,28 +375,18 @@ class RunCoordinator:
         if self._lease is not None:
             self._lease.release()
         curves.join(_CURVES_WAIT_S)  # they are for looking at: a storage that is away must not cost the report
-        with self._lock:
-            return RunEnd(
-                report=report,
-                newest=self._commits.newest(),
-                resumes=tuple(self._resumes),
-                history=self._metrics.history(),
-                data=self._metrics.data.total(),
-            )
+        return RunEnd(
+            report=report,
+            newest=self._commits.newest(),
+            resumes=self._attempts.resumes,
+            history=self._metrics.history(),
+            data=self._metrics.data.total(),
+        )
 
     def stop(self) -> None:
         """No errand begins any more; the object still answers."""
         self._prune.stop()
         self._flush.stop()
-
-    def _heard_of(self, attempt: int) -> None:
-        """No later attempt gets this number, even if an earlier life of this actor could not note it down."""
-        with self._lock:
-            if attempt <= self._attempt:
-                return
-            self._attempt = attempt
-            if self._workers:  # the controller told of them before one of them could say which attempt they are
-                self.watch.begin(attempt, self._workers)
 
     def _write_books(self) -> None:
         """Now and then, and soon after what a new driver should know if this one dies."""

@@ -1,7 +1,9 @@
-"""How long each save took, from what ranks and vaults tell. Clocks of two machines are never subtracted."""
+"""How long each save took and how many there were, from what ranks and vaults tell. Clocks of two machines are never
+subtracted."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 from ray_goodput.core.commit import CheckpointId, LandedSlice
@@ -30,22 +32,33 @@ class _Open:
 
 
 class SaveTimes:
-    """Not thread-safe: used under the coordinator's lock. A save that never commits is forgotten after some others."""
+    """Thread-safe. A save that never commits is forgotten after some others."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._open: dict[CheckpointId, _Open] = {}
+        self.num_committed = 0
+        self.num_skipped = 0
+
+    def skipped(self) -> None:
+        with self._lock:
+            self.num_skipped += 1
 
     def stalled(self, checkpoint: CheckpointId, stall_s: float) -> None:
-        self._of(checkpoint).stall_s = stall_s
+        with self._lock:
+            self._of(checkpoint).stall_s = stall_s
 
     def landed(self, landed: LandedSlice, now_mono_s: float) -> None:
         """A vault told of a slice; what it tells again later does not count."""
-        told = self._of(landed.slice.checkpoint).landed
-        told.setdefault(landed.slice.world_rank, (now_mono_s, landed.upload_s))
+        with self._lock:
+            told = self._of(landed.slice.checkpoint).landed
+            told.setdefault(landed.slice.world_rank, (now_mono_s, landed.upload_s))
 
     def committed(self, checkpoint: CheckpointId, now_mono_s: float) -> SaveTime:
         """The times of a save that has just become durable."""
-        save = self._open.pop(checkpoint, None)
+        with self._lock:
+            self.num_committed += 1
+            save = self._open.pop(checkpoint, None)
         if save is None or not save.landed:
             return SaveTime(stall_s=save.stall_s if save else None)
         return SaveTime(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,3 +199,16 @@ class Session:
 def _known(bucket: int) -> int:
     # A bucket of a newer release, or the view `lost`, which no rank can record.
     return bucket if 0 <= bucket < Bucket.LOST else Bucket.OTHER
+
+
+def hear_late(sessions: Sequence[Session], book: AttemptBook, world_rank: int) -> None:
+    """A journal found after its driver died without a word shows that the driver lived at least as long."""
+    index = next(i for i, session in enumerate(sessions) if book in session.attempts)
+    session, rank = sessions[index], book.ranks[world_rank]
+    if not session.silent or session.ended_at is None:
+        return
+    began = book.started_at if rank.started_at is None else rank.started_at
+    lived_until = began + rank.life_ns / 1e9
+    if index + 1 < len(sessions):
+        lived_until = min(lived_until, sessions[index + 1].started_at)
+    session.ended_at = max(session.ended_at, lived_until)

@@ -15,10 +15,18 @@ from typing import Any
 from ray_goodput.core.commit import CheckpointId
 from ray_goodput.errors import StorageError
 from ray_goodput.goodput.accounts import close_books
-from ray_goodput.goodput.books import AttemptBook, RankBook, Session
+from ray_goodput.goodput.books import AttemptBook, RankBook, Session, hear_late
 from ray_goodput.goodput.journal import JournalPage
 from ray_goodput.goodput.report import GoodputReport
-from ray_goodput.goodput.segments import LedgerSegment, WholeSegment, check_head, current_lines, everything, seal
+from ray_goodput.goodput.segments import (
+    LedgerSegment,
+    WholeSegment,
+    check_head,
+    current_lines,
+    everything,
+    seal,
+    take_news,
+)
 from ray_goodput.goodput.timeline import MAX_RANKS, cell_length_s
 
 logger = logging.getLogger(__name__)
@@ -102,7 +110,7 @@ class Ledger:
         if book is None:
             return page.first_record  # kept by the sender, in case the attempt is told of later
         if book.take(page, at):
-            self._hear_late(book, world_rank)
+            hear_late(self._sessions, book, world_rank)
             self._touched[attempt, world_rank] = None
         if at is not None:
             self._seen(at)
@@ -319,7 +327,7 @@ class Ledger:
                 self.run_ended(line["at"])
             case "rank":
                 self._attempts[line["attempt"]].ranks[line["world_rank"]] = RankBook.from_dict(line)
-                self._hear_late(self._attempts[line["attempt"]], line["world_rank"])
+                hear_late(self._sessions, self._attempts[line["attempt"]], line["world_rank"])
             case "steps":
                 steps = self._attempts[line["attempt"]].steps
                 if "settled" in line:
@@ -342,35 +350,8 @@ class Ledger:
 
     def _news(self) -> list[dict[str, Any]]:
         """What pages and hellos brought since the last segment: ranks as they stand, step time as what was added."""
-        news: list[dict[str, Any]] = []
-        for attempt, world_rank in self._touched:
-            rank = self._attempts[attempt].ranks[world_rank]
-            whose = {"attempt": attempt, "world_rank": world_rank}
-            news.append({"event": "rank", **whose, **rank.to_dict()})
-            timeline = self._attempts[attempt].timelines.get(world_rank)
-            if timeline and (changes := timeline.take_changes()):
-                first, cells = changes
-                news.append({"event": "timeline", **whose, "cell_s": timeline.cell_s, "first": first, "cells": cells})
-        for attempt in dict.fromkeys(attempt for attempt, _ in self._touched):
-            steps = self._attempts[attempt].steps
-            if runs := steps.take_changes():
-                news.append({"event": "steps", "attempt": attempt, "lowest_step": steps.first, "ns": runs})
-        if news and self._last_at is not None:
-            news.append({"event": "seen", "at": self._last_at})
-        self._touched = {}
-        return news
-
-    def _hear_late(self, book: AttemptBook, world_rank: int) -> None:
-        """A journal found after its driver died without a word shows that the driver lived at least as long."""
-        index = next(i for i, session in enumerate(self._sessions) if book in session.attempts)
-        session, rank = self._sessions[index], book.ranks[world_rank]
-        if not session.silent or session.ended_at is None:
-            return
-        began = book.started_at if rank.started_at is None else rank.started_at
-        lived_until = began + rank.life_ns / 1e9
-        if index + 1 < len(self._sessions):
-            lived_until = min(lived_until, self._sessions[index + 1].started_at)
-        session.ended_at = max(session.ended_at, lived_until)
+        touched, self._touched = self._touched, {}
+        return take_news(touched, self._attempts, self._last_at)
 
     def _book(self, attempt: int, world_rank: int, what: str) -> AttemptBook | None:
         book = self._attempts.get(attempt)

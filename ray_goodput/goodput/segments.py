@@ -51,6 +51,30 @@ def seal(
     return LedgerSegment(number, lines.encode())
 
 
+def take_news(
+    touched: Iterable[tuple[int, int]], attempts: Mapping[int, AttemptBook], last_at: float | None
+) -> list[dict[str, Any]]:
+    """The events of what pages and hellos of these ranks (attempt, world_rank) brought since the last call: ranks as
+    they stand, step time and timelines as what was added."""
+    touched = list(touched)
+    news: list[dict[str, Any]] = []
+    for attempt, world_rank in touched:
+        rank = attempts[attempt].ranks[world_rank]
+        whose = {"attempt": attempt, "world_rank": world_rank}
+        news.append({"event": "rank", **whose, **rank.to_dict()})
+        timeline = attempts[attempt].timelines.get(world_rank)
+        if timeline and (changes := timeline.take_changes()):
+            first, cells = changes
+            news.append({"event": "timeline", **whose, "cell_s": timeline.cell_s, "first": first, "cells": cells})
+    for attempt in dict.fromkeys(attempt for attempt, _ in touched):
+        steps = attempts[attempt].steps
+        if runs := steps.take_changes():
+            news.append({"event": "steps", "attempt": attempt, "lowest_step": steps.first, "ns": runs})
+    if news and last_at is not None:
+        news.append({"event": "seen", "at": last_at})
+    return news
+
+
 def everything(
     history: Sequence[Mapping[str, Any]],
     attempts: Mapping[int, AttemptBook],

@@ -34,13 +34,13 @@ from ray_goodput.checkpoint.state import collect_state
 from ray_goodput.clock import SystemClock
 from ray_goodput.config import CheckpointConfig, StoreSpec, environment
 from ray_goodput.core.cadence import SaveCadence
-from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice, StagedSlice
+from ray_goodput.core.commit import CheckpointId, CommitRecord, StagedSlice
 from ray_goodput.core.tier_cadence import TierCadence
 from ray_goodput.core.tiers import SaveTier
 from ray_goodput.errors import ConfigError, DurableAgeError, FencedError, GoodputError, SessionError
 from ray_goodput.storage import open_store
 from ray_goodput.train.decide import OwnAge
-from ray_goodput.train.landing import Committer, LandingBoard
+from ray_goodput.train.landing import BoardForVault, Committer, LandingBoard
 from ray_goodput.train.tier_times import TierTimes
 from ray_goodput.train.world import ControlWord, Decisions, World
 
@@ -58,23 +58,6 @@ class _InFlight:
     staged: StagedSlice
     future: Future[None]
     sent_mono_s: float
-
-
-class _Board:
-    """What a vault tells its coordinator, noted for rank 0."""
-
-    def __init__(self, board: LandingBoard, run_id: str) -> None:
-        self._board = board
-        self._run_id = run_id
-
-    def identity(self) -> str:
-        return self._run_id
-
-    def landed(self, landed: LandedSlice) -> None:
-        self._board.post(landed)
-
-    def journal_tail(self, attempt: int, world_rank: int, page: Any) -> None:
-        return None
 
 
 class Checkpointer:
@@ -271,7 +254,7 @@ class Checkpointer:
         self._vault = CheckpointVault(
             node_id=nodes[self._world.world_rank][0],
             store=self._store,
-            coordinator=_Board(self._board, self._run_id),
+            coordinator=BoardForVault(self._board, self._run_id),
             local_checkpoints=self._local_checkpoints,
             slots=slots,
             journals=journals_dir(self._local_dir, self._key),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from typing import Any
 
 from ray_goodput.actors.commits import CommitLog
 from ray_goodput.actors.names import parse_attempt_dir
@@ -66,6 +67,23 @@ class LandingBoard:
     def _attempts(self) -> list[int]:
         names = [info.key.rpartition("/")[2].removesuffix(".json") for info in self._store.list(ATTEMPTS)]
         return [number for number in map(parse_attempt_dir, names) if number is not None]
+
+
+class BoardForVault:
+    """What a vault tells the run's coordinator where there is none: noted on the board, for rank 0."""
+
+    def __init__(self, board: LandingBoard, run_id: str) -> None:
+        self._board = board
+        self._run_id = run_id
+
+    def identity(self) -> str:
+        return self._run_id
+
+    def landed(self, landed: LandedSlice) -> None:
+        self._board.post(landed)
+
+    def journal_tail(self, attempt: int, world_rank: int, page: Any) -> None:
+        return None
 
 
 class Committer:
