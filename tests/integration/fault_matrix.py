@@ -3,18 +3,19 @@
     make fault-matrix [ARGS="--only TEXT --runs fsdp2,ddp,elastic --kinds kill,stop"]
 
 Runs every cell on a real Ray of three nodes and writes `tests/bench/results/fault_matrix_{kill,stop}.json`. SIGKILL
-strikes everyone in every phase; SIGSTOP strikes everyone in a step, and in the other phases those who act in it, for
-whoever waits is only found later. Cells share runs: the next fault comes when the run has trained and saved after the
-one before. Of each run is checked that it ends by
-itself, that every sample was trained on exactly once an epoch and each step on the same ones as undisturbed, that the
-books balance, and, where the number of workers never changed, that the final weights are bit-identical to the
-undisturbed run's.
+strikes everyone in every phase, but for prefetch actors between attempts, when there are none; SIGSTOP strikes everyone
+in a step, and in the other phases those who act in it, for whoever waits is only found later. Cells share runs: the
+next fault comes when the run has trained and saved after the one before. Of each run is checked that it ends by itself,
+that every sample was trained on exactly once an epoch and each step on the same ones as undisturbed, that the books
+balance, and, where the number of workers never changed, that the final weights are bit-identical to the undisturbed
+run's.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import signal
 import sys
@@ -31,6 +32,7 @@ from running import Finished, Job, assert_books_balance, assert_nothing_lost
 from small_job import write_data
 
 NODE_LOST_BUDGET_S = 35.0
+SECONDS, FAILED = "fault to first new step, s", "failed"
 _STOPPED_FOR_S = 20.0  # then the watchdog takes a process for hung
 _NEVER_S = 600.0  # a run on its leash is not
 
@@ -104,12 +106,17 @@ class Outcome:
     problem: str = ""
 
 
+def possible(victim: str, phase: Phase) -> bool:
+    """Between attempts nothing is prefetched: what is needed next is known when the state is restored."""
+    return victim != "prefetch actor" or phase not in (Phase.RESTORING, Phase.GROWING)
+
+
 def all_cells(arms: Iterable[str] = ARMS, kinds: Iterable[Kind] = (Kind.KILL, Kind.STOP)) -> list[Cell]:
     """Every cell, arm by arm: half of them under FSDP2, half under DDP; what happens while a run grows, and once more
     each loss of a node, in a run that can shrink and grow."""
     cells = []
     for kind, (i, victim), (j, phase) in itertools.product(kinds, enumerate(VICTIMS), enumerate(Phase)):
-        if kind is Kind.STOP and victim not in ACTS_IN[phase]:
+        if not possible(victim, phase) or (kind is Kind.STOP and victim not in ACTS_IN[phase]):
             continue
         fixed = "fsdp2" if (i + j) % 2 == 0 else "ddp"
         cells += [Cell(ARMS["elastic" if phase is Phase.GROWING else fixed], victim, kind, phase)]
@@ -126,8 +133,9 @@ def sample(seed: int, size: int = 12) -> list[Cell]:
     for number, victim in enumerate(VICTIMS):
         if number % len(phases) == 0:
             chance.shuffle(phases)
-        pairs.append((victim, phases[number % len(phases)]))
-    rest = [pair for pair in itertools.product(VICTIMS, phases) if pair not in pairs]
+        phase = next(p for p in phases[number % len(phases) :] + phases if possible(victim, p))
+        pairs.append((victim, phase))
+    rest = [pair for pair in itertools.product(VICTIMS, phases) if pair not in pairs and possible(*pair)]
     pairs += chance.sample(rest, size - len(pairs))
     chance.shuffle(pairs)
     return [Cell(ARMS["fsdp2"], victim, Kind.KILL, phase) for victim, phase in pairs]
@@ -245,33 +253,34 @@ def main() -> int:
                     outcomes += run_cells(cluster, start_job, name, cells, whole, epochs=epochs, say=say)
         finally:
             stop_cluster(cluster)
-    partial = args.sample is not None or args.limit is not None or args.only or set(args.runs.split(",")) < set(ARMS)
-    for kind in Kind if not partial else ():  # part of the matrix is no result
+    for kind in Kind if args.sample is None else ():
         if of_kind := [outcome for outcome in outcomes if outcome.cell.kind is kind]:
-            write(f"fault_matrix_{kind.value}", of_kind, as_json=args.json)
+            write(kind, of_kind, as_json=args.json)
     failed = [o for o in outcomes if o.problem]
     for outcome in failed:
         say(f"FAILED {outcome.cell}: {outcome.problem.splitlines()[0]}")
     return 1 if failed or not outcomes else 0
 
 
-def write(topic: str, outcomes: Sequence[Outcome], *, as_json: bool) -> None:
-    """The table and its file; a cell that failed has no time but counts."""
-    from results_file import Budget, report, spread  # beside the benchmarks, whose form the file has
+def write(kind: Kind, outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+    """The table of all cells of `kind` and its file, in which cells that ran now replace what is told of them."""
+    from results_file import RESULTS, Budget, report, spread  # beside the benchmarks, whose form the file has
 
-    arms = {
-        str(o.cell): {"fault to first new step, s": spread([o.first_new_step_s])}
-        for o in outcomes
-        if o.first_new_step_s is not None and not o.problem
-    }
-    budgets = [Budget(name="cells that failed", limit=0, value=sum(bool(o.problem) for o in outcomes))]
+    topic = f"fault_matrix_{kind.value}"
+    path = RESULTS / f"{topic}.json"
+    arms = json.loads(path.read_text())["arms"] if path.exists() else {}
+    for outcome in outcomes:
+        seconds = outcome.first_new_step_s
+        told = {FAILED: spread([float(bool(outcome.problem))])}
+        arms[str(outcome.cell)] = told | ({SECONDS: spread([seconds])} if seconds and not outcome.problem else {})
+    cells = {str(cell): cell for cell in all_cells(kinds=[kind])}
+    arms = {name: arms[name] for name in cells if name in arms}  # what is no cell any more is dropped
+    well = {name: cells[name] for name, told in arms.items() if not told[FAILED]["median"]}
+    budgets = [Budget(name="cells that failed, or never ran", limit=0, value=len(cells) - len(well))]
     lost = [
-        o.first_new_step_s
-        for o in outcomes
-        if not o.problem
-        and o.first_new_step_s is not None
-        and VICTIMS[o.cell.victim][0] is Target.RAYLET
-        and o.cell.arm.name != "ddp"  # which has to wait for a new node
+        arms[name][SECONDS]["median"]
+        for name, cell in well.items()
+        if VICTIMS[cell.victim][0] is Target.RAYLET and cell.arm.name != "ddp"  # which has to wait for a new node
     ]
     if lost:
         budgets.append(Budget(name="node lost: first new step, s, worst", limit=NODE_LOST_BUDGET_S, value=max(lost)))
