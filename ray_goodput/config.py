@@ -108,7 +108,7 @@ class CheckpointConfig:
 
 
 def _check_interval(name: str, every: int | str) -> None:
-    # Not every caller has a type checker.
+    # Not every caller has a type checker, so the ignored question is asked all the same.
     if isinstance(every, bool) or not isinstance(every, int | str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f'CheckpointConfig({name}={every!r}): give steps, a duration like "10min", or "auto".')
     if isinstance(every, int) and every < 1:

@@ -168,7 +168,6 @@ def run(rank: int, root: str) -> None:
     for kind, w in SAVES:
         for to, v in LOADS:
             name = f"{kind}-{w}-to-{to}-{v}"
-            action = lambda s=(kind, w), k=to, v=v: load(rank, s, k, v, groups[v], mesh_of(k, v), Path(root))  # noqa: E731
-            case(name, v, action)
+            case(name, v, lambda s=(kind, w), k=to, v=v: load(rank, s, k, v, groups[v], mesh_of(k, v), Path(root)))
     case("mismatch", WORLD, lambda: mismatch(rank, groups[WORLD]))
     dist.destroy_process_group()

@@ -23,8 +23,8 @@ FORMAT, VERSION = "ray_goodput.rng", 1
 def capture_rng() -> bytes:
     """The state of every stream of this process, as JSON of about 20 KB."""
     version, words, gauss = random.getstate()
-    # A tuple with legacy=True; the stub says a dictionary, too.
-    kind, key, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    numpy_state: Any = np.random.get_state(legacy=True)  # a tuple then; the stub says a dictionary, too
+    kind, key, position, has_gauss, cached = numpy_state
     body = {
         "format": FORMAT,
         "version": VERSION,

@@ -286,7 +286,7 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor], ordered: lis
     for device, numbers in by_device.items():
         if device.type != "cuda":
             to, of = [targets[n] for n in numbers], [sources[n] for n in numbers]
-            torch._foreach_copy_(to, of)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_(to, of)  # pyright: ignore[reportPrivateImportUsage] (as torch.optim does)
             continue
         current, beside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         beside.wait_stream(current)  # the last optimizer step first

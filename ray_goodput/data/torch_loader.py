@@ -127,8 +127,9 @@ class DataLoader(TorchDataLoader[Any]):
         if not iterable:
             drawn_from = getattr(batch_sampler, "sampler", batch_sampler) if self._of_batches else self.sampler
             self._stateful_sampler: Any = drawn_from
+            walked: Any = self.batch_sampler if self._of_batches else self.sampler  # torch says an Iterable, too
             self._skipping = SkippingSampler(
-                self.batch_sampler if self._of_batches else self.sampler,  # pyright: ignore[reportArgumentType]
+                walked,
                 batch_size=None if self._of_batches else self.batch_size,
                 drop_last=self.drop_last,
                 generator=generator_of(drawn_from),
@@ -284,7 +285,7 @@ class _Epoch:
         return batch
 
     def __len__(self) -> int:
-        return len(self._inner)  # pyright: ignore[reportArgumentType]
+        return len(self._inner)  # pyright: ignore[reportArgumentType] (torch's iterator has a length, its stub does not)
 
 
 def default_workers() -> int:

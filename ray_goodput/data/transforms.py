@@ -158,7 +158,7 @@ def _pickled(transform: Transform) -> bytes:
         return pickle.dumps(transform)
     except Exception as error:  # pickle raises whatever it likes
         try:
-            import cloudpickle  # pyright: ignore[reportMissingImports]
+            import cloudpickle  # pyright: ignore[reportMissingImports] (no dependency of ours)
 
             return cloudpickle.dumps(transform)
         except Exception:  # not there, or no better: the first error says why

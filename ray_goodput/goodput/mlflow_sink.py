@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from ray_goodput.config import MlflowConfig
@@ -157,9 +158,12 @@ class MlflowSink:
                     continue
                 self._failed(error)
                 with self._changed:  # once more at once when the run ends, then often: little time is left
-                    # B023: the lambda is used up before `closing` can change.
-                    self._changed.wait_for(lambda: self._abandoned or (self._end is not None and not closing), pause)  # noqa: B023
+                    self._changed.wait_for(partial(self._hurried, closing), pause)
                 pause = _FIRST_PAUSE_S if self._end is not None else min(_LONGEST_PAUSE_S, 2 * pause)
+
+    def _hurried(self, closing: bool) -> bool:
+        """Whether the run has ended (or been let go of) in a pause; `closing`: it had before."""
+        return self._abandoned or (self._end is not None and not closing)
 
     def _send_some(self) -> bool:
         """Send what comes next; True once the run's end has been sent."""

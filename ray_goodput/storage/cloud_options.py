@@ -148,15 +148,15 @@ class S3Options:
                 client_options["root_certificate"] = file.read()
         return S3Store(
             bucket,
-            config=config,  # pyright: ignore[reportArgumentType]
-            client_options=client_options,  # pyright: ignore[reportArgumentType]
+            config=config,  # pyright: ignore[reportArgumentType] (made of strings, obstore wants its typed dictionaries)
+            client_options=client_options,  # pyright: ignore[reportArgumentType] (likewise)
             retry_config={
                 "max_retries": retries,
                 "retry_timeout": timedelta(seconds=total_s),
                 "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=4), "base": 2},
             },
             # A provider, so that no variable of the environment mixes with what was given (a foreign session token).
-            credential_provider=None if self.anon else self._credentials(),  # pyright: ignore[reportArgumentType]
+            credential_provider=None if self.anon else self._credentials(),  # pyright: ignore[reportArgumentType] (likewise)
         )
 
     def botocore_client(self) -> Any:

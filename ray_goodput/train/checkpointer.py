@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -368,7 +368,7 @@ class Checkpointer:
         value, error = self._world.broadcast(answer)
         if error is not None:
             raise error
-        return value  # pyright: ignore[reportReturnType]
+        return cast("T", value)
 
     def _need_restore(self, what: str) -> None:
         if self._state is None:

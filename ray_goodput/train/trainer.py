@@ -242,7 +242,7 @@ def _in_session(train_loop: Callable[..., Any], spec: TrainSpec) -> Callable[...
     The spec travels packed, beside the driver's version: a worker of another version can then say so before it tries
     to read it.
     """
-    dumps: Callable[[Any], bytes] = cloudpickle.dumps  # pyright: ignore[reportPrivateImportUsage]
+    dumps: Callable[[Any], bytes] = cloudpickle.dumps  # pyright: ignore[reportPrivateImportUsage] (Ray's own, public)
     packed, version = dumps(spec), ray_goodput.__version__
     takes_config = bool(inspect.signature(train_loop).parameters)
     if takes_config:

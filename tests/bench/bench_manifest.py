@@ -64,7 +64,7 @@ def manifest_of_shards() -> dict[str, float]:
 
     store: Any = MadeUp(SHARDS, ".parquet")
     before, before_cpu_s = peak_bytes(), time.process_time()
-    manifest, make_s = timed(lambda: build_manifest(store, "**/*.parquet", Footers()))  # pyright: ignore
+    manifest, make_s = timed(lambda: build_manifest(store, "**/*.parquet", Footers()))  # pyright: ignore (a stand-in for a format)
     made_bytes, make_cpu_s = peak_bytes() - before, time.process_time() - before_cpu_s
     data = manifest.to_bytes()
     _, open_s = timed(lambda: Manifest.from_bytes(data))

@@ -191,7 +191,7 @@ def stock_s3fs(place: Place) -> Epochs:
 def mosaic(place: Place) -> Epochs:
     streaming = import_peer("streaming")
 
-    class Data(streaming.StreamingDataset):  # type: ignore[misc, name-defined]
+    class Data(streaming.StreamingDataset):  # type: ignore[misc, name-defined] (imported at run time)
         def __getitem__(self, at: Any) -> Any:
             sample = super().__getitem__(at)
             return _decoded(sample) if place.kind == "jpeg" else {"tokens": torch.from_numpy(sample["tokens"].copy())}

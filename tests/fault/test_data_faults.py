@@ -167,8 +167,7 @@ def test_an_epoch_goes_on_through_503_and_429_and_answers_that_are_cut_off(
 ) -> None:
     manifest = begun(gateway, prefix)
     strikes = [Strike(status=503), None, Strike(cut_after=2000), Strike(status=429), None, Strike(cut_after=100), None]
-    faults: Faults = lambda request: strikes[request.number % len(strikes)]  # noqa: E731
-    with proxy_of(gateway, faults) as proxy:
+    with proxy_of(gateway, lambda request: strikes[request.number % len(strikes)]) as proxy:
         data = dataset(prefix, proxy.options(gateway))
         read_all(data.loader(manifest=manifest, cache_dir=tmp_path))
         assert len(gets(proxy)) > SHARDS
@@ -225,7 +224,10 @@ def test_keys_that_expire_in_mid_run_end_it_at_once_with_the_object_and_what_to_
     gateway: JuiceFSGateway, prefix: str, tmp_path: Path
 ) -> None:
     manifest = begun(gateway, prefix)
-    expired: Faults = lambda request: Strike(status=400, code="ExpiredToken") if request.number >= 4 else None  # noqa: E731
+
+    def expired(request: Request) -> Strike | None:
+        return Strike(status=400, code="ExpiredToken") if request.number >= 4 else None
+
     with proxy_of(gateway, expired) as proxy:
         data = dataset(prefix, proxy.options(gateway))
         with pytest.raises(ShardReadError, match=rf"{prefix}/\d+\.npy.*ExpiredToken.*check `key` and `secret`"):

@@ -81,7 +81,7 @@ def test_drivers_and_attempts_share_one_run_whose_goodput_never_steps_back(serve
         sink.add([training_points(driver + 1, first + i, 100.0 * driver + i, {"loss": 1.0}) for i in range(15)])
         sink.add([goodput(first + 14 - 3 * driver, 0.5 + driver / 10, driver + 1, 2 * driver + 1)])
         sink.add([goodput(first, 0.6 + driver / 10, driver + 1, 2 * driver + 2)])  # a rollback
-        assert sink.close(status, lambda: {"report.json": b"{}"}, timeout_s=30)  # type: ignore[arg-type]
+        assert sink.close(status, lambda: {"report.json": b"{}"}, timeout_s=30)  # type: ignore[arg-type] (a str to pyright)
         run = the_run(client, "three")
         assert run.info.status == status and run.info.end_time is not None
     steps = [step for step, _ in history(client, run.info.run_id, "goodput/overall")]

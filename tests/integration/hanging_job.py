@@ -55,7 +55,7 @@ def train_loop(config: dict[str, Any]) -> str:
             stand_still(config["how"])
         step(metrics)
 
-    run.step = step_and_hang  # type: ignore[method-assign]
+    run.step = step_and_hang  # type: ignore[method-assign] (struck on purpose)
     return small_loop(config)
 
 

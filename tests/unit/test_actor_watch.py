@@ -45,7 +45,7 @@ class Ray:
         self.alive = {"node"}
         self.stuck: tuple[int, ...] = ()
         self.coordinator = Actor()
-        self.coordinator.stuck_ranks = Call(lambda: "stuck")  # type: ignore[attr-defined]
+        self.coordinator.stuck_ranks = Call(lambda: "stuck")  # type: ignore[attr-defined] (a stand-in's)
 
     def wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
         return (refs, []) if refs[0].answers else ([], refs)

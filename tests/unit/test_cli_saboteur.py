@@ -84,7 +84,7 @@ def test_the_watch_survives_an_observer_that_fails_and_keeps_the_last_status() -
     steps: list[Callable[[], RunStatus | None]] = [
         lambda: None,
         lambda: status(1, -1, resumes=resumes[:1]),
-        lambda: 1 / 0,  # type: ignore[return-value, list-item]
+        lambda: 1 / 0,  # type: ignore[return-value, list-item] (it raises)
         lambda: status(25, 19, resumes=resumes),
     ]
     calls = iter(steps)

@@ -38,10 +38,10 @@ def test_numbers_are_dense_without_a_copy(dtype: str) -> None:
     ids=str,
 )
 def test_lists_of_equal_length_are_dense(array: pa.Array, expected: list[Any]) -> None:
-    assert dense_values(array).tolist() == expected  # pyright: ignore[reportOptionalMemberAccess]
+    assert dense_values(array).tolist() == expected  # pyright: ignore[reportOptionalMemberAccess] (None fails the test)
     padded = pa.concat_arrays([array, array, array])
     sliced = padded.slice(len(array), len(array))
-    assert dense_values(sliced).tolist() == expected  # pyright: ignore[reportOptionalMemberAccess]
+    assert dense_values(sliced).tolist() == expected  # pyright: ignore[reportOptionalMemberAccess] (None fails the test)
 
 
 def test_fixed_shape_tensors_are_dense() -> None:

@@ -100,7 +100,7 @@ def test_a_checkpointer_whose_storage_is_away_trains_on_and_stops_only_if_asked(
     monkeypatch.setattr(checkpointer, "open_store", lambda spec: store)
     config = CheckpointConfig(every=2, max_durable_age="1s", on_durable_age="stop" if stop else "warn")
     saves = Checkpointer(tmp_path / "run", config=config, local_dir=tmp_path / "node")
-    saves._clock = clock = ManualClock()  # type: ignore[assignment]
+    saves._clock = clock = ManualClock()  # type: ignore[assignment] (annotated as the real one)
     model = torch.nn.Linear(4, 4)
     saves.restore(model=model)
     saves.save(1)

@@ -50,9 +50,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def tar_bytes(files: dict[str, bytes], mode: str = "w") -> bytes:
+def tar_bytes(files: dict[str, bytes], mode: Any = "w") -> bytes:
     out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode=mode) as archive:  # pyright: ignore
+    with tarfile.open(fileobj=out, mode=mode) as archive:
         for name, content in files.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
@@ -470,7 +470,7 @@ def test_a_run_of_token_files_gives_tensors(folder: Path, tmp_path: Path) -> Non
 
 def test_something_that_is_no_format_is_refused() -> None:
     with pytest.raises(ConfigError, match="give a format's name, or a ShardFormat"):
-        ShardedDataset("/x", global_batch_size=1, format=3)  # pyright: ignore[reportArgumentType]
+        ShardedDataset("/x", global_batch_size=1, format=3)  # pyright: ignore[reportArgumentType] (on purpose)
 
 
 class BrokenStore(LocalStore):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from ray_goodput.core.hang import HangLimits, RankSight, hang_limits, judge, wor
 LIMITS = HangLimits(stopped_s=60, step_s=100, first_step_s=1800)
 
 
-def sight(rank: int, **seen: object) -> RankSight:
+def sight(rank: int, **seen: Any) -> RankSight:
     """A rank that computes step 8, and was heard of just now."""
     alive = RankSight(
         world_rank=rank,
@@ -24,10 +25,10 @@ def sight(rank: int, **seen: object) -> RankSight:
         step=7,
         stepped=True,
     )
-    return replace(alive, **seen)  # type: ignore[arg-type]
+    return replace(alive, **seen)
 
 
-def stuck(rank: int, **seen: object) -> RankSight:
+def stuck(rank: int, **seen: Any) -> RankSight:
     return sight(rank, **{"still_s": 130.0, **seen})
 
 

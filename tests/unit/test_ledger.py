@@ -442,7 +442,7 @@ def test_facts_about_strangers_are_left_out_and_said_once(caplog: pytest.LogCapt
 
 
 def test_buckets_of_a_newer_release_count_as_other() -> None:
-    report = run_of_one(15, "failed", page(0, 0, [(200, 4, 1, False), (B.LOST, 6, 1, True)]))  # type: ignore[list-item]
+    report = run_of_one(15, "failed", page(0, 0, [(200, 4, 1, False), (B.LOST, 6, 1, True)]))  # type: ignore[list-item] (a view)
     assert report.buckets_s["other"] == 10
 
 

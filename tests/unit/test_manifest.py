@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,9 +20,9 @@ def write(path: Path, rows: int, **kwargs: object) -> None:
     pq.write_table(pa.table({"x": np.arange(rows), **kwargs}), path)
 
 
-def small(**changed: object) -> Manifest:
-    values = {"keys": ["a", "b"], "rows": [3, 4], "sizes": [30, 40], "etags": ["e1", None], **changed}
-    return Manifest("s3://b/*", "parquet", **values)  # pyright: ignore[reportArgumentType]
+def small(**changed: Any) -> Manifest:
+    values: dict[str, Any] = {"keys": ["a", "b"], "rows": [3, 4], "sizes": [30, 40], "etags": ["e1", None], **changed}
+    return Manifest("s3://b/*", "parquet", **values)
 
 
 def test_a_manifest_lists_matching_objects_by_key_with_their_rows(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardCach
 
 
 def fetched(cache: ShardCache) -> list[int]:
-    return cache._datasets["train"].fetcher.fetched  # type: ignore[attr-defined]
+    return cache._datasets["train"].fetcher.fetched  # type: ignore[attr-defined] (a stand-in's)
 
 
 def until(condition: Any) -> None:
@@ -199,7 +199,7 @@ def test_a_shard_that_cannot_be_prefetched_costs_a_warning_and_stops_nothing(
     monkeypatch.setattr(ShardCache, "run_pool", pool)
     cache.open_dataset("train", spec_of())
     bad = coming()[2]
-    cache._datasets["train"].fetcher.broken.add(bad)  # type: ignore[attr-defined]
+    cache._datasets["train"].fetcher.broken.add(bad)  # type: ignore[attr-defined] (a stand-in's)
     cache.begin("train", spec_of(), FeedSpec(start=0, dp_ranks=(0,), dp_world=1, epochs=1), attempt=1)
     for i in range(SHARDS):
         cache.advance("train", i * ROWS)

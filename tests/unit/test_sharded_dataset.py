@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +13,8 @@ from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.errors import ConfigError, DatasetMismatchError
 
 
-def dataset(**changed: object) -> ShardedDataset:
-    return ShardedDataset(**{"uri_glob": "s3://b/t/*.parquet", "global_batch_size": 8, **changed})  # pyright: ignore
+def dataset(**changed: Any) -> ShardedDataset:
+    return ShardedDataset(**{"uri_glob": "s3://b/t/*.parquet", "global_batch_size": 8, **changed})
 
 
 @pytest.mark.parametrize(

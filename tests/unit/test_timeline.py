@@ -49,7 +49,8 @@ def two_attempts(num_steps: int = 84, step_s: float = 10.0) -> Ledger:
 
 
 def by_bucket(timeline: RunTimeline) -> np.ndarray:
-    return sum(np.array(s.shares) * (s.end_s - s.start_s) for rank in timeline.ranks for s in rank.spans)  # type: ignore[return-value]
+    spans = [span for rank in timeline.ranks for span in rank.spans]
+    return sum((np.array(s.shares) * (s.end_s - s.start_s) for s in spans), np.zeros(len(spans[0].shares)))
 
 
 def replayed(ledger: Ledger) -> Ledger:

@@ -158,9 +158,9 @@ def test_a_distributed_sampler_keeps_its_epoch() -> None:
         return DataLoader(Numbers(), 2, num_workers=0, sampler=DistributedSampler(Numbers(), 2, 1, seed=5))
 
     loader = make()
-    loader.sampler.set_epoch(7)  # pyright: ignore[reportAttributeAccessIssue]
+    loader.sampler.set_epoch(7)  # pyright: ignore[reportAttributeAccessIssue] (the sampler given above)
     whole = listed(loader)
-    loader.sampler.set_epoch(7)  # pyright: ignore[reportAttributeAccessIssue]
+    loader.sampler.set_epoch(7)  # pyright: ignore[reportAttributeAccessIssue] (the sampler given above)
     head, state = taken(loader, 2)
     resumed = make()
     resumed.load_state_dict(state)

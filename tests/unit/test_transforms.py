@@ -45,13 +45,13 @@ class Source:
     def close(self, timeout_s: float = 5.0) -> None: ...
 
 
-def loader(transform: Any, kind: str, workers: int, **changed: Any) -> BatchLoader:
+def loader(transform: Any, kind: Any, workers: int, **changed: Any) -> BatchLoader:
     order = SampleOrder(ROWS, seed=3, lanes=2, window=2)
     options: dict[str, Any] = {"global_batch_size": 5, "source": Source(), "epochs": 2, **changed}
-    return BatchLoader(order=order, transform=transform, workers=workers, worker_kind=kind, **options)  # pyright: ignore
+    return BatchLoader(order=order, transform=transform, workers=workers, worker_kind=kind, **options)
 
 
-def results(transform: Any, kind: str, workers: int, **changed: Any) -> list[Any]:
+def results(transform: Any, kind: Any, workers: int, **changed: Any) -> list[Any]:
     return [
         (b.index, b.samples_end, b.weight, b.sample_ids.tolist(), b["id"].tolist(), b["noise"].tolist())
         for b in loader(transform, kind, workers, **changed)

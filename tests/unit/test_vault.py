@@ -181,7 +181,7 @@ def test_only_the_newest_local_copies_are_kept(tmp_path: Path) -> None:
 
 def test_a_coordinator_that_died_with_its_notes_is_told_again(tmp_path: Path) -> None:
     node = Node(tmp_path)
-    node.coordinator.landed = lambda landed: None  # type: ignore[method-assign]
+    node.coordinator.landed = lambda landed: None  # type: ignore[method-assign] (struck on purpose)
     node.vault.persist(node.stage(10))
     del node.coordinator.landed
     assert node.coordinator.log.newest() is None
@@ -286,7 +286,7 @@ def test_a_coordinator_that_does_not_answer_delays_the_commit_without_a_second_u
             raise problem
         landed(part)
 
-    node.coordinator.landed = away  # type: ignore[method-assign]
+    node.coordinator.landed = away  # type: ignore[method-assign] (struck on purpose)
     node.vault.persist(node.stage(10))
     assert node.coordinator.log.newest() is not None and uploads == ["upload_file"]
 
@@ -294,7 +294,7 @@ def test_a_coordinator_that_does_not_answer_delays_the_commit_without_a_second_u
 def test_an_older_slice_that_is_finished_late_does_not_hide_the_newest_one(tmp_path: Path) -> None:
     node = Node(tmp_path)
     older, newer = node.stage(50), node.stage(20, attempt=2)  # attempt 2 went on from before step 20
-    node.coordinator.landed = lambda landed: None  # type: ignore[method-assign]
+    node.coordinator.landed = lambda landed: None  # type: ignore[method-assign] (struck on purpose)
     node.vault.persist(newer)
     node.vault.persist(older)
     del node.coordinator.landed

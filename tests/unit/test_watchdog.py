@@ -175,7 +175,7 @@ def test_a_verdict_that_comes_after_the_attempt_was_replaced_kills_nobody(tmp_pa
         run.watch.end()
         return before(attempt, ranks)
 
-    run.nodes["node-0"].look = replaced_meanwhile  # type: ignore[method-assign]
+    run.nodes["node-0"].look = replaced_meanwhile  # type: ignore[method-assign] (a stand-in's)
     assert run.dog.check() is None and run.killed == [] and run.found == []
 
 
@@ -199,7 +199,7 @@ def test_heartbeats_that_arrive_during_the_look_count_where_no_vault_answers(tmp
             run.watch.take(page(attempt, rank, script, open_for=(B.STEP, 0.5, 131)))
         return before(attempt, ranks)
 
-    run.nodes["node-0"].look = meanwhile  # type: ignore[method-assign]
+    run.nodes["node-0"].look = meanwhile  # type: ignore[method-assign] (a stand-in's)
     assert run.dog.check() is None and run.killed == []
 
 
