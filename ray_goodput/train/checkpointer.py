@@ -316,6 +316,7 @@ class Checkpointer:
             self.skipped += 1
             if self._world.world_rank == 0:
                 logger.warning("The save at step %d was skipped: a rank had no free staging slot.", step)
+            self._times.begun(SaveTier.STORAGE, step, None)  # the next one is tried when it is due, not at each step
             return False
         if self._committer is not None:
             self._committer.expect(checkpoint)

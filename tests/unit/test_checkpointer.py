@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,24 @@ def test_a_disk_without_room_for_slots_costs_saves_but_not_steps(
     job = Job(tmp_path / "run", every=1)
     assert job.train(3) == [] and job.saves.skipped == 2
     assert job.saves.save(3) is False
+    job.saves.close()
+
+
+def test_while_both_slots_are_taken_each_save_is_skipped_once_not_at_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    persist, storage_is_back = CheckpointVault.persist, threading.Event()
+
+    def slow(self: CheckpointVault, staged: Any) -> None:
+        assert storage_is_back.wait(30)
+        persist(self, staged)
+
+    monkeypatch.setattr(CheckpointVault, "persist", slow)
+    job = Job(tmp_path / "run", every=3, when_full="skip")
+    assert job.train(14) == [3, 6]
+    assert job.saves.skipped == 2, "those of steps 9 and 12"
+    storage_is_back.set()
+    assert job.saves.save(14) and job.saves.wait()
     job.saves.close()
 
 
