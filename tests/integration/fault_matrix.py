@@ -32,6 +32,7 @@ from running import Finished, Job, assert_books_balance, assert_nothing_lost
 from small_job import write_data
 
 NODE_LOST_BUDGET_S = 35.0
+UNDISTURBED_S = 600.0
 SECONDS, FAILED = "fault to first new step, s", "failed"
 _STOPPED_FOR_S = 20.0  # then the watchdog takes a process for hung
 _NEVER_S = 600.0  # a run on its leash is not
@@ -214,7 +215,6 @@ class Say:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="fault_matrix", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print the JSON object and nothing else")
     parser.add_argument("--runs", default=",".join(ARMS), help="kinds of runs, of " + ", ".join(ARMS))
     parser.add_argument("--kinds", default="kill,stop", help="kill, stop, or both with a comma")
     parser.add_argument("--only", default="", help="only cells whose name holds one of these texts, with commas")
@@ -247,22 +247,22 @@ def main() -> int:
                 epochs = max(epochs_of(cells) for cells in groups)
                 say(f"{arm}: {sum(map(len, groups))} cells, {epochs} epochs")
                 arguments = (*ARMS[arm].arguments, "--epochs", str(epochs))
-                whole = start_job(f"{arm}-whole", *arguments, "--step-s", "0").succeed()
+                whole = start_job(f"{arm}-whole", *arguments, "--step-s", "0").succeed(UNDISTURBED_S)
                 for cells in groups:
                     name = f"{arm}-{cells[0].kind.value}"
-                    outcomes += run_cells(cluster, start_job, name, cells, whole, epochs=epochs, say=say)
+                    ran = run_cells(cluster, start_job, name, cells, whole, epochs=epochs, say=say)
+                    outcomes += ran
+                    if args.sample is None:  # at once: the next run may end this script
+                        write(cells[0].kind, ran)
         finally:
             stop_cluster(cluster)
-    for kind in Kind if args.sample is None else ():
-        if of_kind := [outcome for outcome in outcomes if outcome.cell.kind is kind]:
-            write(kind, of_kind, as_json=args.json)
     failed = [o for o in outcomes if o.problem]
     for outcome in failed:
         say(f"FAILED {outcome.cell}: {outcome.problem.splitlines()[0]}")
     return 1 if failed or not outcomes else 0
 
 
-def write(kind: Kind, outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+def write(kind: Kind, outcomes: Sequence[Outcome]) -> None:
     """The table of all cells of `kind` and its file, in which cells that ran now replace what is told of them."""
     from results_file import RESULTS, Budget, report, spread  # beside the benchmarks, whose form the file has
 
@@ -284,7 +284,7 @@ def write(kind: Kind, outcomes: Sequence[Outcome], *, as_json: bool) -> None:
     ]
     if lost:
         budgets.append(Budget(name="node lost: first new step, s, worst", limit=NODE_LOST_BUDGET_S, value=max(lost)))
-    report(topic, arms, budgets, as_json=as_json)
+    report(topic, arms, budgets, as_json=False)
 
 
 if __name__ == "__main__":

@@ -90,8 +90,8 @@ class Job:
         assert_books_balance(finished)
         return finished
 
-    def succeed(self) -> Finished:
-        finished = self.wait()
+    def succeed(self, timeout_s: float = JOB_TIMEOUT_S) -> Finished:
+        finished = self.wait(timeout_s)
         assert finished.code == 0, finished.log[-6000:]
         return finished
 
