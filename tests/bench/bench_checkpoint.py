@@ -2,8 +2,9 @@
 
 Ranks are gloo processes on this machine; the object store is a JuiceFS gateway on it too, at the lowest priority, since
 a real one takes nothing from training. A step is 30 ms of waiting, as for a device, a little work and an all-reduce.
-`--state-mb` is the state of the DDP cases; FSDP2 and the huge embedding have a quarter of it, the restores half. A
-small one: `--cases ddp2 restore --state-mb 64 --repeats 2`.
+`--state-mb` is the state of DDP at 2 ranks; at 4 ranks and in the restores it is half of it, for FSDP2 and the huge
+embedding a quarter. All of it takes about a quarter of an hour on two cores. A small one: `--cases ddp2 restore
+--state-mb 64 --repeats 2`.
 """
 
 import sys

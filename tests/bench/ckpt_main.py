@@ -33,7 +33,7 @@ def _arguments() -> argparse.Namespace:
     names = [*(case.name for case in CASES), "restore"]
     result.add_argument("--cases", nargs="+", choices=names, default=names, help="default: all")
     result.add_argument("--arms", nargs="+", choices=_EVERY, help="default: all; ours and the bare upload for `one`")
-    result.add_argument("--state-mb", type=float, default=768, help="state of a DDP case, in MiB (default: 768)")
+    result.add_argument("--state-mb", type=float, default=768, help="state of DDP at 2 ranks, in MiB (default: 768)")
     result.add_argument("--repeats", type=int, default=5, help="saves after the first, and loads (default: 5)")
     return result.parse_args()
 
@@ -96,7 +96,7 @@ def table(figures: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments, started = _arguments(), time.monotonic()
     failed: list[str] = []
     with (
         tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as disk,
@@ -108,6 +108,6 @@ def main() -> None:
         figures = measure_all(arguments, Place(disk=Path(disk), memory=Path(memory), store=store), failed)
     found = budgets(figures)
     if not arguments.json:
-        print(table(figures))
+        print(f"{table(figures)}\n{(time.monotonic() - started) / 60:.1f} minutes")
     report("checkpoint", figures, found, as_json=arguments.json, every_figure=False)
     sys.exit(f"No figures of: {', '.join(failed)}" if failed else 0)

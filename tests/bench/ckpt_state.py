@@ -32,7 +32,7 @@ class Case:
 
 CASES = (
     Case(name="ddp2", title="DDP, 2 ranks", kind="ddp", world_size=2, size=1.0),
-    Case(name="ddp4", title="DDP, 4 ranks", kind="ddp", world_size=4, size=1.0),
+    Case(name="ddp4", title="DDP, 4 ranks", kind="ddp", world_size=4, size=0.5),
     Case(name="fsdp2", title="FSDP2, 2 ranks", kind="fsdp", world_size=2, size=0.25),
     Case(name="embedding", title="DDP, a huge embedding", kind="ddp", world_size=2, size=0.25, embedding=0.8),
     Case(name="one", title="one rank, a core to spare", kind="ddp", world_size=1, size=0.25),
