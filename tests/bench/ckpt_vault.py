@@ -1,6 +1,7 @@
 """A node's vault and the run's commit log in a process of their own, as a run has them in actors.
 
 The classes are those of the actors, at the actors' low priority; Ray is left out, so that no other part of it is timed.
+Old checkpoints are removed as those of the other arms are, outside of what is timed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import LandedSlice, StagedSlice
 from ray_goodput.storage import open_store
 
-TIDY = "tidy"  # the message, and its answer
 _NICENESS = 10  # that of the vault's actor
 _PART_BYTES = 8 << 20  # that of our store, and its number of requests at once
 _PIECE_BYTES = 1 << 20
@@ -54,7 +54,7 @@ class _Coordinator:
 
 
 def vault_main(spec: NodeSpec, inbox: Any, answers: list[Any]) -> None:
-    """Persist each `StagedSlice` of `inbox`, and tell its rank when; prune at TIDY, and tell rank 0; None ends it."""
+    """Persist each `StagedSlice` of `inbox`, and tell its rank when; None ends it."""
     os.nice(_NICENESS)
     give_back_large_blocks()
     store = open_store(spec.store)
@@ -74,11 +74,7 @@ def vault_main(spec: NodeSpec, inbox: Any, answers: list[Any]) -> None:
         vault.persist(staged)  # the last one of a step returns when the commit is written
         answers[staged.world_rank].put(time.perf_counter())
 
-    def prune() -> None:
-        log.prune()
-        answers[0].put(TIDY)
-
-    _serve(inbox, persist, prune)
+    _serve(inbox, persist)
 
 
 def bare_main(spec: NodeSpec, inbox: Any, answers: list[Any]) -> None:
@@ -106,22 +102,16 @@ def bare_main(spec: NodeSpec, inbox: Any, answers: list[Any]) -> None:
             obstore.put(client, key, pieces, chunk_size=_PART_BYTES, max_concurrency=_REQUESTS)
         answers[rank].put(time.perf_counter())
 
-    def remove() -> None:
-        store.delete([info.key for info in store.list()])
-        answers[0].put(TIDY)
-
-    store = open_store(spec.store)
-    _serve(inbox, upload, remove)
+    _serve(inbox, upload)
 
 
-def _serve(inbox: Any, work: Callable[[Any], None], tidy: Callable[[], None]) -> None:
+def _serve(inbox: Any, work: Callable[[Any], None]) -> None:
     with ThreadPoolExecutor(8) as pool:
         while (task := inbox.get()) is not None:
             # `result` of each is asked for nowhere: a failure leaves its rank waiting, and the run ends by its timeout.
-            future = pool.submit(tidy) if task == TIDY else pool.submit(work, task)
-            future.add_done_callback(_tell)
+            pool.submit(work, task).add_done_callback(_tell)
 
 
 def _tell(future: Any) -> None:
     if (error := future.exception()) is not None:
-        print(f"The node's process failed: {error!r}", flush=True)
+        print(f"upload failed: {error!r}", flush=True)

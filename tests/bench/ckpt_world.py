@@ -13,6 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ckpt_vault import NodeSpec, bare_main, vault_main
 from results_file import spread
 
 from ray_goodput.config import StoreSpec
+from ray_goodput.storage import ObjectStore, open_store
 
 _SAMPLE_S = 0.05
 _RANKS_TIMEOUT_S = 420
@@ -109,6 +111,7 @@ def run_arm(case: Case, arm: str, place: Place, *, state_mb: float, repeats: int
                         memory=memory,
                         inbox=node.inbox,
                         answers=node.answers[rank],
+                        removals=node.removals,
                     ),
                 )
                 for rank in range(case.world_size)
@@ -129,12 +132,13 @@ def run_arm(case: Case, arm: str, place: Place, *, state_mb: float, repeats: int
 class _Node:
     inbox: Any
     answers: list[Any]
+    removals: Any
     pids: list[int]
 
 
 @contextlib.contextmanager
 def _node_process(arm: str, spec: NodeSpec, world_size: int) -> Iterator[_Node]:
-    node = _Node(_SPAWN.Queue(), [_SPAWN.Queue() for _ in range(world_size)], [])
+    node = _Node(_SPAWN.Queue(), [_SPAWN.Queue() for _ in range(world_size)], _SPAWN.Queue(), [])
     main = _NODE_PROCESSES.get(arm)
     process = _SPAWN.Process(target=main, args=(spec, node.inbox, node.answers), daemon=True) if main else None
     try:
@@ -142,11 +146,23 @@ def _node_process(arm: str, spec: NodeSpec, world_size: int) -> Iterator[_Node]:
             process.start()
             assert process.pid is not None
             node.pids.append(process.pid)
-        yield node
+        with ThreadPoolExecutor(1, thread_name_prefix="removals") as pool:
+            pool.submit(_remove_on_request, open_store(spec.store), node)
+            try:
+                yield node
+            finally:
+                node.removals.put(None)
     finally:
         node.inbox.put(None)
         if process is not None:
             _end(process)
+
+
+def _remove_on_request(store: ObjectStore, node: _Node) -> None:
+    """The folder is emptied for each step in `removals`, and rank 0 hears of it."""
+    while (step := node.removals.get()) is not None:
+        store.delete([info.key for info in store.list()])
+        node.answers[0].put(step)
 
 
 def run_ranks(
