@@ -49,6 +49,7 @@ T = TypeVar("T")
 
 _NUM_SLOTS = 2
 _COMMIT_WAIT_S = 60.0
+_LOOK_S = 1.0  # how often a save that waits for a slot looks whether the run is to stop
 
 
 @dataclass(slots=True)
@@ -181,7 +182,8 @@ class Checkpointer:
     def save(self, step: int, *, cursors: Mapping[str, Mapping[str, Any]] | None = None) -> bool:
         """The state after `step` is staged, whatever the interval; its upload goes on behind. Waits for a slot.
 
-        False if it was skipped because some rank has no room for its slots (the log says how much is missing).
+        False if it was skipped because some rank has no room for its slots (the log says how much is missing), or
+        because the run is to stop (`max_durable_age`), as the next `step` says.
 
         Raises:
             CheckpointError: the state cannot be saved; on all ranks.
@@ -306,9 +308,7 @@ class Checkpointer:
         tree = collect_state(**self._state)
         self._stager.plan_for(tree)
         if must or self._config.when_full == "wait":
-            while self._stager.num_free == 0 and self._in_flight:
-                wait([self._in_flight[0].future])
-                self._collect_finished()
+            self._wait_for_slots(step)
         checkpoint = CheckpointId(step, self._attempt)
         extra = {"rng_seed": torch.initial_seed(), "run_id": self._run_id}
         pending = self._stager.begin(tree, checkpoint, rank_state=capture_rng(), cursors=cursors, extra=extra)
@@ -324,6 +324,20 @@ class Checkpointer:
         self.last_step = step
         self._times.begun(SaveTier.STORAGE, step, self._clock.mono_s() - started)
         return True
+
+    def _wait_for_slots(self, step: int) -> None:
+        """Every rank has a free slot, or waits for nothing more: also because the run is to stop, which the next step
+        tells. Collective."""
+        while True:
+            if self._stager.num_free == 0 and self._in_flight:
+                wait([self._in_flight[0].future], timeout=_LOOK_S)
+                self._collect_finished()
+            if self._world.all_true(self._stager.num_free > 0 or not self._in_flight):
+                return
+            if self._world.world_rank == 0:
+                self._age.look(self._clock.mono_s(), self._log.newest(), step)
+            if self._world.broadcast(bool(self._age.stop_reason)):
+                return
 
     def _hand_over(self, staged: StagedSlice) -> None:
         future = self._uploads.submit(self._vault.persist, staged)

@@ -122,6 +122,40 @@ def test_a_checkpointer_whose_storage_is_away_trains_on_and_stops_only_if_asked(
     assert sum("max_durable_age" in r.getMessage() for r in caplog.records) == 1
 
 
+def test_a_checkpointer_that_waits_for_a_slot_stops_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray_goodput.actors.names.SHARED_MEMORY", tmp_path / "shm")
+    up = [True]
+
+    def strike(op: str, key: str, n: int) -> None:
+        if not up[0]:
+            raise StorageError("503 Slow down")
+
+    clock = ManualClock()
+
+    def waited(futures: list, timeout: float | None = None) -> None:
+        clock.advance(timeout or 0.0)
+
+    store = FaultyStore(LocalStore(tmp_path / "run"), before=strike)
+    monkeypatch.setattr(checkpointer, "open_store", lambda spec: store)
+    monkeypatch.setattr(checkpointer, "wait", waited)
+    config = CheckpointConfig(every=1, when_full="wait", max_durable_age="1min", on_durable_age="stop")
+    saves = Checkpointer(tmp_path / "run", config=config, local_dir=tmp_path / "node")
+    saves._clock = clock  # type: ignore[assignment] (annotated as the real one)
+    saves.restore(model=torch.nn.Linear(4, 4))
+    up[0] = False
+    step = 0
+    try:
+        with pytest.raises(DurableAgeError, match="max_durable_age=60 s"):
+            for step in range(1, 20):
+                saves.step(step)
+    finally:
+        up[0] = True
+        saves.__exit__(RuntimeError, None)
+    assert 60 < clock.mono_s() - ManualClock().mono_s() < 70 and saves.skipped == 1 and step <= 6
+
+
 @pytest.mark.parametrize("bad", [{"max_durable_age": "soon"}, {"max_durable_age": "0s"}, {"on_durable_age": "panic"}])
 def test_settings_that_make_no_sense_are_refused(bad: dict) -> None:
     with pytest.raises(ConfigError):
