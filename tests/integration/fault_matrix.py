@@ -3,8 +3,8 @@
     make fault-matrix [ARGS="--only TEXT --runs fsdp2,ddp,elastic --kinds kill,stop"]
 
 Runs every cell on a real Ray of three nodes and writes `tests/bench/results/fault_matrix_{kill,stop}.json`. SIGKILL
-strikes everyone in every phase, but for prefetch actors between attempts, when there are none; SIGSTOP strikes everyone
-in a step, and in the other phases those who act in it, for whoever waits is only found later. Cells share runs: the
+strikes everyone in every phase, but for prefetch actors while ranks restore, when there are none; SIGSTOP strikes
+everyone in a step, and in the other phases those who act in it, for whoever waits is only found later. Cells share runs: the
 next fault comes when the run has trained and saved after the one before. Of each run is checked that it ends by itself,
 that every sample was trained on exactly once an epoch and each step on the same ones as undisturbed, that the books
 balance, and, where the number of workers never changed, that the final weights are bit-identical to the undisturbed
@@ -108,8 +108,8 @@ class Outcome:
 
 
 def possible(victim: str, phase: Phase) -> bool:
-    """Between attempts nothing is prefetched: what is needed next is known when the state is restored."""
-    return victim != "prefetch actor" or phase not in (Phase.RESTORING, Phase.GROWING)
+    """While ranks restore, nobody asks for data, and what was asked for before is there: no prefetch actor lives."""
+    return victim != "prefetch actor" or phase is not Phase.RESTORING
 
 
 def all_cells(arms: Iterable[str] = ARMS, kinds: Iterable[Kind] = (Kind.KILL, Kind.STOP)) -> list[Cell]:
