@@ -4,11 +4,11 @@
 
 Runs every cell on a real Ray of three nodes and writes `tests/bench/results/fault_matrix_{kill,stop}.json`. SIGKILL
 strikes everyone in every phase, but for prefetch actors while ranks restore, when there are none; SIGSTOP strikes
-everyone in a step, and in the other phases those who act in it, for whoever waits is only found later. Cells share runs: the
-next fault comes when the run has trained and saved after the one before. Of each run is checked that it ends by itself,
-that every sample was trained on exactly once an epoch and each step on the same ones as undisturbed, that the books
-balance, and, where the number of workers never changed, that the final weights are bit-identical to the undisturbed
-run's.
+everyone in a step, and in the other phases those who act in it, for whoever waits is only found later. Cells share
+runs: the next fault comes when the run has trained and saved after the one before. Of each run is checked that it ends
+by itself, that every sample was trained on exactly once an epoch and each step on the same ones as undisturbed, that
+the books balance, and, where the number of workers never changed, that the final weights are bit-identical to the
+undisturbed run's.
 """
 
 from __future__ import annotations
