@@ -284,7 +284,7 @@ def write(kind: Kind, outcomes: Sequence[Outcome]) -> None:
     ]
     if lost:
         budgets.append(Budget(name="node lost: first new step, s, worst", limit=NODE_LOST_BUDGET_S, value=max(lost)))
-    report(topic, arms, budgets, as_json=False)
+    report(topic, arms, budgets, as_json=False, every_figure=False)
 
 
 if __name__ == "__main__":
