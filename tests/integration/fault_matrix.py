@@ -217,18 +217,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="fault_matrix", description=__doc__)
     parser.add_argument("--runs", default=",".join(ARMS), help="kinds of runs, of " + ", ".join(ARMS))
     parser.add_argument("--kinds", default="kill,stop", help="kill, stop, or both with a comma")
-    parser.add_argument("--only", default="", help="only cells whose name holds one of these texts, with commas")
+    parser.add_argument("--only", action="append", default=[], help="only cells whose name holds this text, or another")
     parser.add_argument("--sample", type=int, default=None, help="seed of 12 cells, instead of all; no file is written")
     parser.add_argument("--limit", type=int, default=None, help="at most so many cells of each kind of run")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the cluster is stopped
     say = Say()
-    texts = [text.strip() for text in args.only.split(",") if text.strip()]
     if args.sample is not None:
         chosen = sample(args.sample)
     else:
         chosen = all_cells(args.runs.split(","), [Kind(k) for k in args.kinds.split(",")])
-    chosen = [c for c in chosen if not texts or any(text in str(c) for text in texts)]
+    chosen = [c for c in chosen if not args.only or any(text in str(c) for text in args.only)]
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="rg_matrix_") as folder:
         data = Path(folder) / "data"

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 import pytest
+from typer.testing import CliRunner
 
+from ray_goodput.cli.app import app
 from running import Finished, Job
 
 pytestmark = pytest.mark.timeout(300)
@@ -23,27 +25,31 @@ def test_a_step_before_restore_says_so(job: StartJob) -> None:
     assert outcome["error"] == "SessionError" and "run.restore" in outcome["message"]
 
 
-def test_the_checkpoint_of_another_model_names_the_keys_and_stays_good(job: StartJob) -> None:
-    first = job("two-models", "--epochs", "1").succeed()
-    other = failed(job("two-models", "--width", "24"))
-    assert other.outcome["error"] == "StructureMismatchError"
-    assert "model." in other.outcome["message"] and "24" in other.outcome["message"]
-    again = job("two-models", "--epochs", "1").succeed()
-    assert again.outcome["resumes"][0][1] == first.outcome["goodput"]["durable_step"]
-    assert again.outcome["weights"] == first.outcome["weights"]
-
-
 def test_a_crash_loop_ends_with_the_step_the_ranks_and_the_last_error(job: StartJob) -> None:
     outcome = failed(job("crash-loop", "--fail-at", "7", "--max-failures", "1")).outcome
     assert outcome["error"] == "CrashLoopError"
     assert all(part in outcome["message"] for part in ("step 5", "exploded at step 7", "[0"))
 
 
-def test_errors_with_commits_in_between_never_end_a_run(job: StartJob) -> None:
-    """One failure without progress is allowed, and each of two comes after a commit of its own."""
-    done = job("cosmic-rays", "--fail-once-at", "8", "18", "--max-failures", "1").succeed()
-    assert [a["outcome"] for a in done.outcome["goodput"]["attempts"]] == ["worker", "worker", "finished"]
-    assert (done.audit().repeated, done.audit().skipped) == (0, 0)
+@pytest.fixture(scope="module")
+def cosmic_rays(job: StartJob) -> Finished:
+    """A run that allows one failure without progress, and had two, each after a commit of its own."""
+    return job("cosmic-rays", "--fail-once-at", "8", "18", "--max-failures", "1").succeed()
+
+
+def test_errors_with_commits_in_between_never_end_a_run(cosmic_rays: Finished) -> None:
+    assert [a["outcome"] for a in cosmic_rays.outcome["goodput"]["attempts"]] == ["worker", "worker", "finished"]
+    assert (cosmic_rays.audit().repeated, cosmic_rays.audit().skipped) == (0, 0)
+
+
+def test_the_checkpoint_of_another_model_names_the_keys_and_stays_good(job: StartJob, cosmic_rays: Finished) -> None:
+    before = {info.key: info.size_bytes for info in cosmic_rays.store.list("checkpoints")}
+    other = failed(job("cosmic-rays", "--width", "24"))
+    assert other.outcome["error"] == "StructureMismatchError"
+    assert "model." in other.outcome["message"] and "24" in other.outcome["message"]
+    assert {info.key: info.size_bytes for info in cosmic_rays.store.list("checkpoints")} == before
+    checked = CliRunner().invoke(app, ["checkpoints", "verify", cosmic_rays.store.uri])
+    assert checked.exit_code == 0, checked.output
 
 
 def test_workers_that_cannot_be_had_end_the_run_after_the_limit(job: StartJob) -> None:
