@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from servers import free_port
+from servers import free_port, stop_process
 
 
 class MlflowServer:
@@ -61,7 +61,7 @@ class MlflowServer:
 
     def pause(self) -> None:
         """The server accepts connections but does not answer, until `resume`."""
-        os.kill(self._server_pid, signal.SIGSTOP)
+        stop_process(self._server_pid)
 
     def resume(self) -> None:
         os.kill(self._server_pid, signal.SIGCONT)

@@ -23,6 +23,22 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
+def stop_process(pid: int) -> None:
+    """SIGSTOP, and each of its threads stands still: on a busy machine that takes a moment, in which it answers."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10.0
+    while any(_state(stat) not in "TtZX" for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.01)
+
+
+def _state(stat: Path) -> str:
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except OSError:  # that thread has ended
+        return "X"
+
+
 class JuiceFSGateway:
     """A JuiceFS volume behind its S3 gateway; the data and the port stay over `stop`/`kill` and `start`.
 
@@ -92,7 +108,7 @@ class JuiceFSGateway:
 
     def pause(self) -> None:
         """The gateway accepts connections but does not answer, until `resume`."""
-        os.kill(self.pid, signal.SIGSTOP)
+        stop_process(self.pid)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
