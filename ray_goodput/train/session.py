@@ -338,12 +338,10 @@ class Session:
             feed.close()
         if self._restored is None:
             return
-        reasons = self._worker.world.gather(self._worker.orders.stop_reason)
-        raise_if_too_old(
-            reasons, self._step, lambda: self._save(must=False, tier=SaveTier.PEER) and self._saver.leave()
-        )
+        self._raise_if_too_old()
         unsaved = self._step > self._saver.last_step and self._model is not None
         if unsaved and not self._save(must=True):
+            self._raise_if_too_old()  # told while the save waited for a slot, it waits no longer
             raise StagingFullError(
                 f"The last state, of step {self._step}, could not be staged: a rank has no room for it (see its "
                 "log), and the run's newest checkpoint is older. Give the container a larger /dev/shm, or set "
@@ -351,6 +349,13 @@ class Session:
             )
         with self._recorder.span(Bucket.SHUTDOWN):
             self._saver.finish()
+
+    def _raise_if_too_old(self) -> None:
+        """Collective."""
+        reasons = self._worker.world.gather(self._worker.orders.stop_reason)
+        raise_if_too_old(
+            reasons, self._step, lambda: self._save(must=False, tier=SaveTier.PEER) and self._saver.leave()
+        )
 
     def _dataset(self, name: str) -> AnyDataset:
         dataset = self._spec.datasets.get(name)
