@@ -98,7 +98,20 @@ def test_a_process_that_opens_a_manifest_of_a_hundred_thousand_shards_makes_no_o
 
 @pytest.mark.parametrize(
     "key",
-    ["a/b/c.jpg", "c.jpg", "a//b.jpg", "./b.jpg", "a/./b.jpg", "a/../b.jpg", "/b.jpg", "a/b//c", "a/", "a/b/", ""],
+    [
+        "a/b/c.jpg",
+        "c.jpg",
+        "a//b.jpg",
+        "./b.jpg",
+        "a/./b.jpg",
+        "a/../b.jpg",
+        "/b.jpg",
+        "a/b//c",
+        "a/",
+        "a/b/",
+        "a/b/.",
+        "",
+    ],
 )
 def test_the_folder_of_a_file_is_what_paths_call_it(key: str) -> None:
     assert _folder_name(key) == PurePosixPath(key).parent.name

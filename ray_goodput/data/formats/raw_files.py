@@ -129,10 +129,10 @@ class RawFilesFormat:
 
 
 def _folder_name(key: str) -> str:
-    """`PurePosixPath(key).parent.name`, which takes ten times as long; for odd keys (`a//b`, `./b`, `a/`) that."""
+    """`PurePosixPath(key).parent.name`, ten times as fast; for odd keys (`a//b`, `./b`, `a/`, `a/.`) that."""
     above, _, own = key.rpartition("/")
     name = above.rpartition("/")[2]
-    return PurePosixPath(key).parent.name if name in ("", ".") or not own else name
+    return PurePosixPath(key).parent.name if name in ("", ".") or own in ("", ".") else name
 
 
 def _hashes(listing: Listing) -> NDArray[np.uint64]:
