@@ -70,6 +70,7 @@ class CommitLog:
         self._fenced_out = ""
         self._fence = 0
         self._trunk: CheckpointId | None = None  # what the newest attempt resumed from, if that is not committed
+        self._told = 0  # the newest attempt that was told in this life: what it says of its start can only be older
         self._highest_attempt = 0
         self._sweep_failed = False
         self._held_until_mono_s: float | None = None
@@ -111,7 +112,7 @@ class CommitLog:
         """Whether `goes_on` would change nothing. Never waits."""
         with self._changed:
             known = attempt == self._fence and trunk == self._trunk and self._held_until_mono_s is None
-            return known or attempt < self._fence
+            return known or attempt < self._fence or attempt == self._told
 
     def goes_on(self, attempt: int, trunk: CheckpointId | None, *, wait: bool) -> bool:
         """`attempt`, the present one, was told to go on from a commit, or from `trunk` if that was not one: fenced is
@@ -120,7 +121,7 @@ class CommitLog:
             return False
         try:
             with self._changed:
-                if attempt >= self._fence:
+                if attempt >= self._fence and attempt != self._told:
                     self._raise_fence(attempt, trunk)
         finally:
             self._decision.release()
@@ -160,6 +161,7 @@ class CommitLog:
                 )
             newest, bad = self._catalog.newest(), self._catalog.bad
             chosen = next((r for r in near if newest is None or r.checkpoint > newest.checkpoint), newest)
+            self._told = attempt
             self._raise_fence(attempt, chosen.checkpoint if isinstance(chosen, NearRecord) else None)
         if chosen is None and bad:
             reasons = "; ".join(f"{checkpoint.folder} ({reason})" for checkpoint, reason in sorted(bad.items()))

@@ -150,3 +150,15 @@ def test_the_last_word_about_a_start_counts(nodes: NearNodes) -> None:
     with pytest.raises(FencedError):
         nodes.persist(staged)
     assert nodes.coordinator.committed_step() == 10
+
+
+def test_a_word_that_was_under_way_while_the_attempt_was_told_anew_undoes_nothing(nodes: NearNodes) -> None:
+    late = nodes.stage(20)
+    nodes.hold(2)
+    assert told(nodes) == CheckpointId(20, 1)
+    nodes.coordinator.mark_bad(CheckpointId(20, 1), "one copy is damaged")
+    assert told(nodes) == CheckpointId(10, 1)
+    beat(nodes, 2, AttemptStart(near=CheckpointId(20, 1)))  # sent before the second answer came
+    with pytest.raises(FencedError):
+        nodes.persist(late)
+    assert nodes.coordinator.committed_step() == 10
