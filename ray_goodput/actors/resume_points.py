@@ -87,8 +87,11 @@ class ResumePoints:
         if self._commits.knows_start(attempt, near) or not self._lock.acquire(blocking=wait):
             return
         try:
+            if self._commits.knows_start(attempt, near):  # it was told anew meanwhile
+                return
             if self._commits.goes_on(attempt, near, wait=wait):
                 self._near.keep_only(self._commits.may_still_commit)
+                self._chosen_near = near
         finally:
             self._lock.release()
 

@@ -162,3 +162,18 @@ def test_a_word_that_was_under_way_while_the_attempt_was_told_anew_undoes_nothin
     with pytest.raises(FencedError):
         nodes.persist(late)
     assert nodes.coordinator.committed_step() == 10
+
+
+def test_damaged_copies_told_of_by_an_earlier_life_take_no_commit_made_meanwhile_out_of_the_choice(
+    nodes: NearNodes,
+) -> None:
+    staged = nodes.stage(20)
+    nodes.hold(2)
+    assert told(nodes) == CheckpointId(20, 1)
+    nodes.restart_coordinator()
+    beat(nodes, 2, AttemptStart(near=CheckpointId(20, 1)))
+    nodes.persist(staged)  # whole in storage by now
+    nodes.coordinator.mark_bad(CheckpointId(20, 1), "the copies on the nodes, which attempt 2 was told to read")
+    assert told(nodes) == CheckpointId(20, 1)
+    nodes.coordinator.mark_bad(CheckpointId(20, 1), "the commit itself")
+    assert told(nodes) == CheckpointId(10, 1)
