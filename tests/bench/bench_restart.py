@@ -177,13 +177,13 @@ class Arm:
         newest = self.until(lambda entries: [e for e in _of_newest(entries, "step") if e["step"] >= least])
         entered = self.until(lambda entries: _of_newest(entries, "entered"))
         victim = max(entered, key=lambda e: e["rank"])["pid"]
-        old = {e["pid"] for e in entered}
+        old = self.until(lambda entries: {e["pid"] for e in entries})  # whoever has said anything, in any attempt
         at_s = time.time()
         kill(victim)
 
         def first(event: str) -> float:
             found = self.until(
-                lambda entries: [e for e in entries if e["event"] == event and e["pid"] not in old and e["rank"] == 0]
+                lambda entries: [e for e in entries if e["event"] == event and e["rank"] == 0 and e["pid"] not in old]
             )
             return found[0]["at_s"] - at_s
 
