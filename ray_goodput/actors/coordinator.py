@@ -242,9 +242,8 @@ class RunCoordinator:
     def held(self, landed: LandedSlice, node_id: str) -> CheckpointId | None:
         """See `ResumePoints.held`."""
         complete = self._points.held(landed, node_id)
-        self._attempts.heard_of(
-            landed.slice.checkpoint.attempt
-        )  # of this run only: a deleted one may have had more attempts
+        # Of this run only: a deleted one may have had more attempts.
+        self._attempts.heard_of(landed.slice.checkpoint.attempt)
         return complete
 
     def holders(self, checkpoint: CheckpointId) -> dict[str, tuple[str, ...]]:

@@ -59,32 +59,25 @@ def timed(action: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def manifest_of_shards() -> dict[str, float]:
-    """Made on the driver, and opened in another process."""
-    from ray_goodput.data.manifest import Manifest, build_manifest
-
-    store: Any = MadeUp(SHARDS, ".parquet")
-    before, before_cpu_s = peak_bytes(), time.process_time()
-    manifest, make_s = timed(lambda: build_manifest(store, "**/*.parquet", Footers()))  # pyright: ignore (a stand-in for a format)
-    made_bytes, make_cpu_s = peak_bytes() - before, time.process_time() - before_cpu_s
-    data = manifest.to_bytes()
-    _, open_s = timed(lambda: Manifest.from_bytes(data))
-    return {
-        "make_s": make_s,
-        "make_cpu_s": make_cpu_s,
-        "make_peak_bytes": made_bytes,
-        "open_s": open_s,
-        "stored_bytes": len(data),
-    }
+    """One data shard a file, by the footers."""
+    return made_and_opened(SHARDS, ".parquet", Footers())
 
 
 def manifest_of_files() -> dict[str, float]:
     """Grouped to virtual data shards."""
     from ray_goodput.data.formats import RawFilesFormat
+
+    return made_and_opened(FILES, ".jpg", RawFilesFormat())
+
+
+def made_and_opened(num: int, suffix: str, how: Any) -> dict[str, float]:
+    """Made of a listing of `num` files as on the driver, and opened as in another process. `how`: a format, or what
+    stands in for one."""
     from ray_goodput.data.manifest import Manifest, build_manifest
 
-    store: Any = MadeUp(FILES, ".jpg")
+    store: Any = MadeUp(num, suffix)
     before, before_cpu_s = peak_bytes(), time.process_time()
-    manifest, make_s = timed(lambda: build_manifest(store, "**/*.jpg", RawFilesFormat()))
+    manifest, make_s = timed(lambda: build_manifest(store, f"**/*{suffix}", how))
     made_bytes, make_cpu_s = peak_bytes() - before, time.process_time() - before_cpu_s
     data = manifest.to_bytes()
     _, open_s = timed(lambda: Manifest.from_bytes(data))

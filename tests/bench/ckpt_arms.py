@@ -66,6 +66,7 @@ class Arm:
         self.durable_at = time.perf_counter()
 
     def write(self, step: int) -> None:
+        """Not called by arms that have a `save` of their own."""
         raise NotImplementedError
 
     def done(self) -> bool:

@@ -85,10 +85,10 @@ def test_a_coordinator_that_was_restarted_counts_from_the_present_attempts_word_
     again.stop()
 
 
-@pytest.mark.parametrize("stop", [False, True])
-def test_a_checkpointer_whose_storage_is_away_trains_on_and_stops_only_if_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stop: bool
-) -> None:
+def made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: CheckpointConfig
+) -> tuple[Checkpointer, ManualClock, list[bool]]:
+    """A checkpointer, its clock, and whether its storage answers: `[False]` for no."""
     monkeypatch.setattr("ray_goodput.actors.names.SHARED_MEMORY", tmp_path / "shm")
     up = [True]
 
@@ -98,9 +98,17 @@ def test_a_checkpointer_whose_storage_is_away_trains_on_and_stops_only_if_asked(
 
     store = FaultyStore(LocalStore(tmp_path / "run"), before=strike)
     monkeypatch.setattr(checkpointer, "open_store", lambda spec: store)
-    config = CheckpointConfig(every=2, max_durable_age="1s", on_durable_age="stop" if stop else "warn")
     saves = Checkpointer(tmp_path / "run", config=config, local_dir=tmp_path / "node")
     saves._clock = clock = ManualClock()  # type: ignore[assignment] (annotated as the real one)
+    return saves, clock, up
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_checkpointer_whose_storage_is_away_trains_on_and_stops_only_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stop: bool
+) -> None:
+    config = CheckpointConfig(every=2, max_durable_age="1s", on_durable_age="stop" if stop else "warn")
+    saves, clock, up = made(tmp_path, monkeypatch, config)
     model = torch.nn.Linear(4, 4)
     saves.restore(model=model)
     saves.save(1)
@@ -125,24 +133,13 @@ def test_a_checkpointer_whose_storage_is_away_trains_on_and_stops_only_if_asked(
 def test_a_checkpointer_that_waits_for_a_slot_stops_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ray_goodput.actors.names.SHARED_MEMORY", tmp_path / "shm")
-    up = [True]
-
-    def strike(op: str, key: str, n: int) -> None:
-        if not up[0]:
-            raise StorageError("503 Slow down")
-
-    clock = ManualClock()
+    config = CheckpointConfig(every=1, when_full="wait", max_durable_age="1min", on_durable_age="stop")
+    saves, clock, up = made(tmp_path, monkeypatch, config)
 
     def waited(futures: list, timeout: float | None = None) -> None:
         clock.advance(timeout or 0.0)
 
-    store = FaultyStore(LocalStore(tmp_path / "run"), before=strike)
-    monkeypatch.setattr(checkpointer, "open_store", lambda spec: store)
     monkeypatch.setattr(checkpointer, "wait", waited)
-    config = CheckpointConfig(every=1, when_full="wait", max_durable_age="1min", on_durable_age="stop")
-    saves = Checkpointer(tmp_path / "run", config=config, local_dir=tmp_path / "node")
-    saves._clock = clock  # type: ignore[assignment] (annotated as the real one)
     saves.restore(model=torch.nn.Linear(4, 4))
     up[0] = False
     step = 0
