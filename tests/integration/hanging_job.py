@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from small_job import GLOBAL_BATCH, actor_pids
+from small_job import GLOBAL_BATCH
 from small_job import train_loop as small_loop
 
 HANG_AT = 12
@@ -41,6 +41,15 @@ def stand_still(how: str) -> None:
         for name in how.removeprefix("stop-").split(","):
             for pid in actor_pids(name):
                 os.kill(pid, signal.SIGSTOP)
+
+
+def actor_pids(class_name: str) -> list[int]:
+    """Processes of the cluster's living actors of one class; Ray names them `ray::Class`."""
+    import psutil
+
+    return [
+        p.pid for p in psutil.process_iter(["cmdline"]) if f"ray::{class_name}" in " ".join(p.info["cmdline"] or [])
+    ]
 
 
 def train_loop(config: dict[str, Any]) -> str:

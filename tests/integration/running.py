@@ -72,7 +72,7 @@ class Job:
         for argument in arguments:
             command += [argument, str(self._brake)] if argument == "--brake" else [argument]
         if submit_to is not None:
-            command = [*_ray_job("submit", submit_to), "--submission-id", name, "--", *command]
+            command = [*ray_job("submit", submit_to), "--submission-id", name, "--", *command]
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "RAY_ADDRESS": address}
@@ -134,10 +134,11 @@ class Job:
 
 def stop_job(address: str, name: str) -> None:
     """`ray job stop`, which returns when the driver has ended."""
-    subprocess.run([*_ray_job("stop", address), name], check=True, capture_output=True, timeout=120)
+    subprocess.run([*ray_job("stop", address), name], check=True, capture_output=True, timeout=120)
 
 
-def _ray_job(verb: str, address: str) -> list[str]:
+def ray_job(verb: str, address: str) -> list[str]:
+    """The command `ray job VERB` for the dashboard at `address`, without what follows."""
     return [sys.executable, "-m", "ray.scripts.scripts", "job", verb, "--address", address]
 
 

@@ -183,15 +183,6 @@ def kill_once(observer: Any, seed: int, killed: list[int], stop: threading.Event
     killed.append(victim)
 
 
-def actor_pids(class_name: str) -> list[int]:
-    """Processes of the cluster's living actors of one class; Ray names them `ray::Class`."""
-    import psutil
-
-    return [
-        p.pid for p in psutil.process_iter(["cmdline"]) if f"ray::{class_name}" in " ".join(p.info["cmdline"] or [])
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--storage", required=True)

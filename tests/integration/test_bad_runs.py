@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ray_goodput.cli.app import app
-from running import Finished, Job
+from running import Finished, Job, ray_job
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -62,14 +62,13 @@ def test_a_job_submitted_to_a_cluster_ends_well_and_its_log_shows_the_goodput_ta
     job: StartJob, cluster, tmp_path
 ) -> None:
     import subprocess
-    import sys
     from pathlib import Path
 
     repository = Path(__file__).parents[2]
     script = "python examples/train_gpt.py --storage {} --name submitted --max-steps 20 --every 10 --workers 2"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", cluster.dashboard_url),
+            *ray_job("submit", cluster.dashboard_url),
             *("--working-dir", str(repository), "--", *script.format(tmp_path / "gpt").split()),
         ],
         capture_output=True,
