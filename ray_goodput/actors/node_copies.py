@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -68,6 +68,16 @@ class NodeCopies:
         self._writing: Counter[CheckpointId] = Counter()
         self._wanted: CheckpointId | None = None
         self._complete: CheckpointId | None = None
+
+    def describe(self, staged: StagedSlice) -> LandedSlice:
+        """The slice with the checksums of its objects, read in the slot."""
+        with MappedSlot(staged.slot_path) as slot:
+            records = [
+                ObjectRecord(name=e.name, size_bytes=e.size_bytes, xxh3_128=checksum_extent(slot, e))
+                for e in staged.extents
+                if e.name != METADATA_NAME  # the coordinator writes that one, when all ranks have landed
+            ]
+        return self._landed(staged, records)
 
     def flush(self, staged: StagedSlice) -> Flushed:
         """The slot's bytes are on NVMe with checksums, as far as there is room, and the coordinator knows. Idempotent.
@@ -196,11 +206,10 @@ class NodeCopies:
                     part = Part(record, Path(staged.slot_path), extent.offset)
                 if extent.name != METADATA_NAME:  # the coordinator writes that one, when all ranks have landed
                     parts.append(part)
-        return Flushed(self._landed(staged, parts), tuple(parts), held)
+        return Flushed(self._landed(staged, [part.record for part in parts]), tuple(parts), held)
 
-    def _landed(self, staged: StagedSlice, parts: list[Part]) -> LandedSlice:
-        records = tuple(part.record for part in parts)
-        return LandedSlice(slice=staged, objects=records, node_id=self._node_id, upload_s=0.0)
+    def _landed(self, staged: StagedSlice, records: Sequence[ObjectRecord]) -> LandedSlice:
+        return LandedSlice(slice=staged, objects=tuple(records), node_id=self._node_id, upload_s=0.0)
 
     def _flushed_before(self, staged: StagedSlice) -> Flushed | None:
         landed = self._read_note(self._note_path(staged.checkpoint, staged.world_rank))

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +55,7 @@ class CheckpointVault:
     near: who chooses among copies on nodes; peers: who copies slices to other nodes. Without them only storage counts.
     give_up_after_s: how long an upload is tried again while the store fails. The slot stays taken meanwhile, so at
         most two saves a rank wait, whatever the store does.
+    copy_after_s: how long an upload goes on before the slot is copied to NVMe beside it; never waited for with peers.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class CheckpointVault:
         journals: Path,
         keep_local: int = 2,
         give_up_after_s: float = 900.0,
+        copy_after_s: float = 5.0,
         sleep: Callable[[float], None] | None = None,
         near: NearPort | None = None,
         peers: PeerCopier | None = None,
@@ -80,6 +82,7 @@ class CheckpointVault:
         self._slots = slots
         self._journals = journals
         self._give_up_after_s = give_up_after_s
+        self._copy_after_s = copy_after_s
         self._sleep = sleep or self._wait
         self._hurry = threading.Event()
         self._adopting = threading.Lock()
@@ -117,42 +120,69 @@ class CheckpointVault:
             turn = self._turns.setdefault(staged.slot_path, threading.Lock())
         with turn:
             landed = self._landed_slice(staged)
-            if landed is None:
-                with self._copies.in_use(staged.checkpoint):
-                    landed = self._bring(staged)
             if landed is not None:
                 self._tell_landed(landed)
+            elif staged.tier is SaveTier.STORAGE:
+                with self._copies.in_use(staged.checkpoint):
+                    self._bring_to_storage(staged)
+            else:
+                self._bring_near(staged)
             sidecar_path(staged.slot_path).unlink(missing_ok=True)  # nothing is left for `adopt` to finish
         self._copies.drop_old()
 
-    def _bring(self, staged: StagedSlice) -> LandedSlice | None:
-        """The slice is on NVMe, at peers and in storage, as its tier wants; what landed in storage."""
-        started = time.monotonic()
-        if staged.tier is not SaveTier.STORAGE:
+    def _bring_near(self, staged: StagedSlice) -> None:
+        """The slice is on NVMe, and at peers if its tier says so."""
+        with self._copies.in_use(staged.checkpoint):
             flushed = self._copies.flush(staged)
             with self._copying_to_peers(flushed):
                 if not flushed.held:
                     raise StorageError(f"{_title(staged)}: there is no room for a copy on this node's disk.")
-            return None
+
+    def _bring_to_storage(self, staged: StagedSlice) -> None:
+        """The slice is in storage, which the coordinator knows, on NVMe and at peers.
+
+        An upload that is over soon has disk and processors to itself, so that the save is durable sooner: until then
+        the slot is this node's copy. Beside a long one, or one that fails, the slot is copied to NVMe.
+        """
+        started = time.monotonic()
         slot = Path(staged.slot_path)
         from_slot = [_Upload(e.name, slot, e.offset, e.size_bytes) for e in staged.extents]
         with ThreadPoolExecutor(1, thread_name_prefix="upload") as pool:
-            # Beside the copy to NVMe, so that it is durable that much sooner; the slot keeps its bytes meanwhile.
-            first = pool.submit(self._upload, staged.checkpoint, from_slot)
-            flushed = self._copies.flush(staged)
-            copies = [_Upload(p.record.name, p.path, p.offset, p.record.size_bytes) for p in flushed.parts]
-            tries = itertools.count()
-            with self._copying_to_peers(flushed):
-                self._until_it_works(
-                    lambda: self._upload(staged.checkpoint, copies) if next(tries) else first.result(),
-                    what=f"{_title(staged)}: upload",
-                )
-        landed = replace(flushed.landed, upload_s=time.monotonic() - started)
+            upload = pool.submit(self._upload, staged.checkpoint, from_slot)
+            landed = self._copies.describe(staged)
+            alone = self._peers is None and _worked(upload, within_s=self._copy_after_s)
+            if not alone:
+                flushed = self._copies.flush(staged)
+                with self._copying_to_peers(flushed):
+                    self._upload_until_it_works(staged, upload, flushed)
+        self._note_landed(replace(landed, upload_s=time.monotonic() - started))
+        if alone:
+            self._copy_to_nvme(staged)
+
+    def _upload_until_it_works(self, staged: StagedSlice, first: Future[None], flushed: Flushed) -> None:
+        """What the first try did not bring, the next ones take from the copies."""
+        copies = [_Upload(p.record.name, p.path, p.offset, p.record.size_bytes) for p in flushed.parts]
+        tries = itertools.count()
+        self._until_it_works(
+            lambda: self._upload(staged.checkpoint, copies) if next(tries) else first.result(),
+            what=f"{_title(staged)}: upload",
+        )
+
+    def _copy_to_nvme(self, staged: StagedSlice) -> None:
+        """Of a slice that is in storage: what goes wrong costs the copy only."""
+        try:
+            self._copies.flush(staged)
+        except (FencedError, OSError) as error:
+            logger.info("%s has no copy on this node: %s", _title(staged), error)
+
+    def _note_landed(self, landed: LandedSlice) -> None:
         with self._lock:
-            newest = self._landed.get(staged.world_rank)
-            if newest is None or staged.checkpoint.made > newest.slice.checkpoint.made:  # `adopt` brings older ones
-                self._landed[staged.world_rank] = landed
-        return landed
+            newest = self._landed.get(landed.slice.world_rank)
+            if (
+                newest is None or landed.slice.checkpoint.made > newest.slice.checkpoint.made
+            ):  # `adopt` brings older ones
+                self._landed[landed.slice.world_rank] = landed
+        self._tell_landed(landed)
 
     def _upload(self, checkpoint: CheckpointId, objects: Sequence[_Upload]) -> None:
         for one in objects:
@@ -324,6 +354,11 @@ class _Upload:
 def _remove_if_empty(folder: Path) -> None:
     with contextlib.suppress(OSError):  # not empty, or not there
         folder.rmdir()
+
+
+def _worked(work: Future[None], *, within_s: float) -> bool:
+    wait([work], timeout=within_s)
+    return work.done() and work.exception() is None
 
 
 def _title(staged: StagedSlice) -> str:

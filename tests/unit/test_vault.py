@@ -112,6 +112,35 @@ def test_a_store_that_fails_for_a_while_delays_a_save_and_loses_nothing(tmp_path
     assert node.coordinator.log.newest() is not None and len(calls) == 4
 
 
+def test_a_short_upload_is_durable_before_the_slot_is_copied(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    staged = node.stage(10)
+    local = node.local / staged.checkpoint.folder
+    landed, copied = node.coordinator.landed, []
+
+    def look(part: LandedSlice) -> None:
+        copied.append(local.exists())
+        landed(part)
+
+    node.coordinator.landed = look  # type: ignore[method-assign] (struck on purpose)
+    node.vault.persist(staged)
+    assert copied == [False] and (local / "__0_0.distcp").is_file()
+
+
+def test_beside_a_long_upload_the_slot_is_copied_to_nvme(tmp_path: Path) -> None:
+    copy = tmp_path / "local" / CheckpointId(10, 1).folder / "__0_0.distcp"
+
+    def until_copied(op: str, key: str, n: int) -> None:
+        while op == "upload_file" and not copy.is_file():  # the test's timeout bounds it
+            threading.Event().wait(0.01)
+
+    store = open_store(StoreSpec(uri=str(tmp_path / "storage")))
+    node = Node(tmp_path, store=FaultyStore(store, before=until_copied), copy_after_s=0.05)
+    node.vault.persist(node.stage(10))
+    newest = node.coordinator.log.newest()
+    assert newest is not None and newest.checkpoint == CheckpointId(10, 1)
+
+
 def test_wrong_keys_are_not_tried_again(tmp_path: Path) -> None:
     calls = []
 
