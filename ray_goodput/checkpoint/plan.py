@@ -72,7 +72,8 @@ class SavePlan:
     def sources(self, tree: StateTree) -> list[torch.Tensor]:
         """The live (local) tensors or views that go into the records, in their order."""
         whole = [tree.tensors[name] for name in self.names]
-        sources = [t.to_local() if isinstance(t, DTensor) else t for t in whole]
+        # Not `to_local`, which makes another view for autograd: at thousands of tensors it is felt in every save.
+        sources = [t._local_tensor if isinstance(t, DTensor) else t for t in whole]
         if self._cuts is None:
             self._cuts = [
                 (number, dim, start, size)

@@ -46,6 +46,7 @@ class StateTree:
     objects: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     rank0: set[str] = field(default_factory=set)
+    _signature: tuple[Any, ...] | None = field(default=None, repr=False, compare=False)
 
     def add(self, path: Path, value: Any, *, rank0: bool = False) -> None:
         """Flatten `value` under `path`.
@@ -69,6 +70,7 @@ class StateTree:
 
     def _claim(self, path: Path) -> str:
         name = _name(path)
+        self._signature = None
         if name in self.paths:
             raise CheckpointError(f"Two values of the state are both called {name!r}: rename one of them.")
         self.paths[name] = path
@@ -76,11 +78,13 @@ class StateTree:
 
     def signature(self) -> tuple[Any, ...]:
         """What the plan depends on, cheap enough for every save: equal signatures, equal structure."""
-        tensors = tuple(
-            (name, t.shape, t.dtype, (t.placements, t.device_mesh.shape) if isinstance(t, DTensor) else None)
-            for name, t in self.tensors.items()
-        )
-        return tensors, tuple(self.objects), tuple(sorted(self.rank0))
+        if self._signature is None:
+            tensors = tuple(
+                (name, t.shape, t.dtype, (t.placements, t.device_mesh.shape) if isinstance(t, DTensor) else None)
+                for name, t in self.tensors.items()
+            )
+            self._signature = tensors, tuple(self.objects), tuple(sorted(self.rank0))
+        return self._signature
 
 
 @lru_cache(maxsize=1 << 17)  # the names are the same at every save
