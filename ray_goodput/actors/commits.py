@@ -128,9 +128,10 @@ class CommitLog:
         return True
 
     def fence_all(self, reason: str) -> None:
-        """From now on no attempt of this driver can commit, restore or prune."""
+        """From now on no attempt of this driver can commit, restore or prune; whoever waits is told so at once."""
         with self._changed:
             self._fenced_out = reason
+            self._changed.notify_all()
 
     def newest(self) -> CommitRecord | None:
         with self._changed:
@@ -209,21 +210,28 @@ class CommitLog:
                 return None
             pending.committing = True
         try:
-            self._wait_while_held()
+            self._wait_while_held(checkpoint)
             return self._commit(checkpoint, pending.landed)
         finally:
             with self._changed:
                 pending.committing = False
 
     def wait_committed(self, checkpoint: CheckpointId, timeout_s: float) -> bool:
-        """Whether `checkpoint`, or one of a later step, is committed within `timeout_s`."""
+        """Whether `checkpoint`, or one of a later step, is committed within `timeout_s`.
+
+        Raises:
+            FencedError: it is not, and never will be: another driver has taken the run.
+        """
 
         def reached() -> bool:
             newest = self._catalog.newest()
             return newest is not None and newest.checkpoint >= checkpoint
 
         with self._changed:
-            return self._changed.wait_for(reached, timeout_s)
+            self._changed.wait_for(lambda: reached() or bool(self._fenced_out), timeout_s)
+            if self._fenced_out and not reached():
+                raise FencedError(self._fenced_out)
+            return reached()
 
     def prune(self) -> list[CheckpointId]:
         """Delete what retention lets go and what fenced attempts left unfinished; returns what went.
@@ -287,7 +295,8 @@ class CommitLog:
             del self._pending[checkpoint]
         self._changed.notify_all()
 
-    def _wait_while_held(self) -> None:
+    def _wait_while_held(self, checkpoint: CheckpointId) -> None:
+        """Commits may be written again, and that of `checkpoint` too: FencedError, if not."""
         with self._changed:
             while self._held_until_mono_s is not None and not self._fenced_out:
                 left_s = self._held_until_mono_s - self._clock.mono_s()
@@ -295,6 +304,7 @@ class CommitLog:
                     self._held_until_mono_s = None
                 else:
                     self._changed.wait(left_s)
+            self._check_fence(checkpoint)  # before anything is written under its name
 
     def _is_fenced(self, checkpoint: CheckpointId) -> bool:
         trunk = self._trunk

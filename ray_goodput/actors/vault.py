@@ -85,6 +85,7 @@ class CheckpointVault:
         self._copy_after_s = copy_after_s
         self._sleep = sleep or self._wait
         self._hurry = threading.Event()
+        self._once_more_only = False
         self._adopting = threading.Lock()
         self._lock = threading.Lock()
         self._landed: dict[int, LandedSlice] = {}  # world rank -> its newest slice in storage
@@ -104,6 +105,12 @@ class CheckpointVault:
 
     def hurry(self) -> None:
         """This node or one of its peers is about to go: from now on tries follow one another quickly."""
+        self._hurry.set()
+
+    def give_up(self) -> None:
+        """Nobody waits any longer for a storage that fails: what is under way is tried once more, and stays in its slot
+        if that fails too."""
+        self._once_more_only = True
         self._hurry.set()
 
     def persist(self, staged: StagedSlice) -> None:
@@ -325,7 +332,7 @@ class CheckpointVault:
             except StorageAccessError:
                 raise
             except (StorageError, RunError) as error:  # the store, or the coordinator, is away
-                if time.monotonic() + pause_s > deadline:
+                if self._once_more_only or time.monotonic() + pause_s > deadline:
                     raise
                 if not told:
                     logger.warning("%s failed, trying again for %.0f s: %s", what, self._give_up_after_s, error)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,31 +32,23 @@ from ray_goodput.checkpoint.state import collect_state
 from ray_goodput.clock import SystemClock
 from ray_goodput.config import CheckpointConfig, StoreSpec, environment
 from ray_goodput.core.cadence import SaveCadence
-from ray_goodput.core.commit import CheckpointId, CommitRecord, StagedSlice
+from ray_goodput.core.commit import CheckpointId, CommitRecord
 from ray_goodput.core.tier_cadence import TierCadence
 from ray_goodput.core.tiers import SaveTier
-from ray_goodput.errors import ConfigError, DurableAgeError, FencedError, GoodputError, SessionError
+from ray_goodput.errors import ConfigError, DurableAgeError, SessionError
 from ray_goodput.storage import open_store
-from ray_goodput.train.decide import OwnAge
+from ray_goodput.train.decide import EndWait, OwnAge
 from ray_goodput.train.landing import BoardForVault, Committer, LandingBoard
 from ray_goodput.train.tier_times import TierTimes
+from ray_goodput.train.uploads import Uploads
 from ray_goodput.train.world import ControlWord, Decisions, World
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _NUM_SLOTS = 2
 _COMMIT_WAIT_S = 60.0
-_LOOK_S = 1.0  # how often a save that waits for a slot looks whether the run is to stop
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A slice under way; the slot is free again when `future` is done."""
-
-    staged: StagedSlice
-    future: Future[None]
-    sent_mono_s: float
+_FINAL_WAIT_S = 1800.0
+_LOOK_S = 1.0  # how often what waits for a slot, or for the last commit, looks whether the run is to stop
 
 
 class Checkpointer:
@@ -97,7 +87,6 @@ class Checkpointer:
         self._clock = SystemClock()
         self._state: dict[str, Any] | None = None
         self._cursors: Mapping[str, Mapping[str, Any]] = {}
-        self._in_flight: list[_InFlight] = []
         self._committer: Committer | None = None
         self._opened = self._prepared = self._closed = False
         self._age = OwnAge(self._config.max_durable_age_s, stop=self._config.on_durable_age == "stop")
@@ -174,7 +163,9 @@ class Checkpointer:
         if not self._prepared:
             self._prepare()
         if agreed.stop:
-            raise DurableAgeError(self._world.broadcast(self._age.stop_reason))
+            reason = self._world.broadcast(self._age.stop_reason)
+            newest = self.last_step if not self._keep_last(step, cursors) else step
+            raise DurableAgeError(f"{reason} The newest of it is of step {newest}.")
         saved = agreed.save and self._save(step, cursors, must=False)
         self._control.post(Decisions(save=self._due(step + 1), stop=bool(self._age.stop_reason)))
         return saved
@@ -197,9 +188,9 @@ class Checkpointer:
         self._need_restore("wait")
         self._copies.settle()
         deadline = self._clock.mono_s() + timeout_s
-        wait([flight.future for flight in self._in_flight], timeout=timeout_s)
-        self._collect_finished()
-        landed = self._world.all_true(not self._in_flight)
+        self._uploads.wait(timeout_s)
+        self._uploads.collect(keep_failed=self._closed)
+        landed = self._world.all_true(not self._uploads)
 
         def committed() -> bool:
             left_s = max(0.0, deadline - self._clock.mono_s())
@@ -208,16 +199,27 @@ class Checkpointer:
             done = newest is not None and newest.checkpoint.step >= self.last_step
             return done or self._log.wait_committed(CheckpointId(self.last_step, 0), limit_s)
 
-        return self.last_step == 0 or self._on_rank_0(committed)
+        return self.last_step == 0 or self._world.on_rank_0(committed)
 
     def close(self) -> None:
-        """The last save is committed, as far as the storage allows, and the slots are gone. Nothing happens twice."""
+        """The last save is committed, as far as the storage allows, and the slots are gone. Nothing happens twice.
+
+        What could not be uploaded stays in its slot, for the next start on this node.
+
+        Raises:
+            DurableAgeError: no checkpoint became durable for `max_durable_age`, and you asked to stop then.
+        """
         if self._closed or not self._opened:
             return
         self._closed = True
-        if not self.wait():
+        stop_reason = ""
+        if not self._committed_at_the_end():
             logger.error("The save of step %d was not committed: the newest checkpoint is older.", self.last_step)
+            stop_reason = self._world.broadcast(self._age.stop_reason)
+            self._uploads.give_up(away=True)
         self._release_threads()
+        if stop_reason:
+            raise DurableAgeError(stop_reason)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -227,7 +229,38 @@ class Checkpointer:
             self.close()
         elif self._opened and not self._closed:  # other ranks may be gone: nothing collective
             self._closed = True
+            # The next start finishes what a storage that is away does not take now.
+            self._uploads.give_up(away=issubclass(error, DurableAgeError))
             self._release_threads()
+
+    def _keep_last(self, step: int, cursors: Mapping[str, Mapping[str, Any]] | None) -> bool:
+        """The state after `step` is staged, on all ranks, if need be over a save whose upload has not begun."""
+        if self.last_step == step:
+            return True
+        slot = None if self._stager.num_free else self._uploads.take_back()
+        if not self._world.all_true(slot is not None or self._stager.num_free > 0):
+            return False
+        if slot is not None:
+            self._stager.release(slot)
+        saved = self._save(step, cursors, must=False)
+        self._copies.settle()
+        return saved
+
+    def _committed_at_the_end(self) -> bool:
+        """Whether the last save is committed before there is no use in waiting any longer. Collective."""
+        now = self._clock.mono_s()
+        told, deadline, landed_by = EndWait(self.last_step, now), now + _FINAL_WAIT_S, now
+        while not self.wait(_LOOK_S):
+            now = self._clock.mono_s()
+            if not self._world.all_true(not self._uploads):
+                landed_by = now
+            told.look(now)
+            if self._world.world_rank == 0:
+                self._age.look(now, self._log.newest(), self.last_step, ended=True)
+            late = now > deadline or now > landed_by + _COMMIT_WAIT_S
+            if self._world.broadcast(late or bool(self._age.stop_reason)):
+                return False
+        return True
 
     def _open(self) -> None:
         """Join the ranks, number this attempt, finish what earlier ones left on this node, fence them. Collective."""
@@ -248,12 +281,12 @@ class Checkpointer:
             self._log.open()
             return self._board.begin_attempt(self._log.highest_attempt + 1), run_identity(self._store)
 
-        self._attempt, self._run_id = self._on_rank_0(begin)
+        self._attempt, self._run_id = self._world.on_rank_0(begin)
         nodes = self._world.gather((socket.gethostname(), str(self._local_dir.absolute())))
         self._ranks_of_node = [rank for rank, node in enumerate(nodes) if node == nodes[self._world.world_rank]]
         self._local_checkpoints = local_checkpoints_dir(self._local_dir, self._key)
         slots = slots_dirs(self._local_dir, self._key, self._config.staging_dir)
-        self._vault = CheckpointVault(
+        vault = CheckpointVault(
             node_id=nodes[self._world.world_rank][0],
             store=self._store,
             coordinator=BoardForVault(self._board, self._run_id),
@@ -262,14 +295,14 @@ class Checkpointer:
             journals=journals_dir(self._local_dir, self._key),
         )
         if self._ranks_of_node[0] == self._world.world_rank:
-            self._vault.adopt(self._attempt)
+            vault.adopt(self._attempt)
         self._world.all_true(True)  # every node has finished what lay there
-        self._on_rank_0(self._commit_leftovers)
+        self._world.on_rank_0(self._commit_leftovers)
         self._stager = RankStager(self._world, self._choose_slots, num_slots=_NUM_SLOTS)
-        self._copies = DeferredCopies(self._hand_over)
-        self._uploads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-upload")
         rule = SaveCadence.parse(self._config.every, world=self._world.world_size)
         self._times = TierTimes(TierCadence({SaveTier.STORAGE: rule}), self._clock, self._world.world_size)
+        self._uploads = Uploads(vault, self._clock, release=self._stager.release, arrived=self._times.arrived)
+        self._copies = DeferredCopies(self._uploads.begin)
         self._opened = True
 
     def _commit_leftovers(self) -> None:
@@ -295,14 +328,13 @@ class Checkpointer:
             return False
         now = self._clock.mono_s()
         self._age.look(now, self._log.newest(), step - 1)
-        under_way = [SaveTier.STORAGE for flight in self._in_flight if not flight.future.done()]
-        return self._times.decide(step, under_way).tier is SaveTier.STORAGE
+        return self._times.decide(step, self._uploads.under_way()).tier is SaveTier.STORAGE
 
     def _save(self, step: int, cursors: Mapping[str, Mapping[str, Any]] | None, *, must: bool) -> bool:
         assert self._state is not None
         started = self._clock.mono_s()
         self._copies.settle()
-        self._collect_finished()
+        self._uploads.collect()
         if self._committer is not None and self._committer.fenced is not None:
             raise self._committer.fenced
         tree = collect_state(**self._state)
@@ -329,31 +361,15 @@ class Checkpointer:
         """Every rank has a free slot, or waits for nothing more: also because the run is to stop, which the next step
         tells. Collective."""
         while True:
-            if self._stager.num_free == 0 and self._in_flight:
-                wait([self._in_flight[0].future], timeout=_LOOK_S)
-                self._collect_finished()
-            if self._world.all_true(self._stager.num_free > 0 or not self._in_flight):
+            if self._stager.num_free == 0 and self._uploads:
+                self._uploads.wait(_LOOK_S, first_only=True)
+                self._uploads.collect()
+            if self._world.all_true(self._stager.num_free > 0 or not self._uploads):
                 return
             if self._world.world_rank == 0:
                 self._age.look(self._clock.mono_s(), self._log.newest(), step)
             if self._world.broadcast(bool(self._age.stop_reason)):
                 return
-
-    def _hand_over(self, staged: StagedSlice) -> None:
-        future = self._uploads.submit(self._vault.persist, staged)
-        self._in_flight.append(_InFlight(staged, future, self._clock.mono_s()))
-
-    def _collect_finished(self) -> None:
-        for flight in [f for f in self._in_flight if f.future.done()]:
-            self._in_flight.remove(flight)
-            self._stager.release(flight.staged.slot_path)
-            error = flight.future.exception()
-            if error is None:
-                self._times.arrived(SaveTier.STORAGE, self._clock.mono_s() - flight.sent_mono_s)
-            elif isinstance(error, FencedError):
-                raise error
-            else:
-                logger.error("The save of step %d failed: %s", flight.staged.checkpoint.step, error)
 
     def _choose_slots(self, plan: SavePlan) -> Path:
         chosen = choose_folder(
@@ -367,23 +383,10 @@ class Checkpointer:
 
     def _release_threads(self) -> None:
         self._copies.close()
-        self._uploads.shutdown(wait=True)
+        self._uploads.close()
         if self._committer is not None:
             self._committer.close(_COMMIT_WAIT_S)
         self._stager.close()
-
-    def _on_rank_0(self, action: Callable[[], T]) -> T:
-        """What `action` gives or raises at rank 0, on every rank."""
-        answer: tuple[T | None, GoodputError | None] = (None, None)
-        if self._world.world_rank == 0:
-            try:
-                answer = action(), None
-            except GoodputError as error:
-                answer = None, error
-        value, error = self._world.broadcast(answer)
-        if error is not None:
-            raise error
-        return cast("T", value)
 
     def _need_restore(self, what: str) -> None:
         if self._state is None:

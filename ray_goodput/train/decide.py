@@ -14,6 +14,8 @@ from ray_goodput.train.world import Decisions
 
 logger = logging.getLogger(__name__)
 
+_SAY_AFTER_S = 60.0
+
 
 def decide(orders: RankOrders, due: SaveTier, stop: bool) -> Decisions:
     """`due`: how far a save should go; `stop`: the user's own wish."""
@@ -39,6 +41,25 @@ def raise_if_too_old(reasons: list[str], step: int, save: Callable[[], bool]) ->
     )
 
 
+class EndWait:
+    """The end of a run waits for its last save: said once, if it takes long."""
+
+    def __init__(self, step: int, now_mono_s: float) -> None:
+        self._step = step
+        self._since_mono_s = now_mono_s
+        self._told = False
+
+    def look(self, now_mono_s: float) -> None:
+        if not self._told and now_mono_s - self._since_mono_s > _SAY_AFTER_S:
+            self._told = True
+            logger.warning(
+                "The run's end waits for the upload of its last save, of step %d, since %.0f s. To end without it when "
+                'the storage is away, set CheckpointConfig(max_durable_age=..., on_durable_age="stop").',
+                self._step,
+                now_mono_s - self._since_mono_s,
+            )
+
+
 class OwnAge:
     """The age of the newest commit, watched by a run that has no coordinator. For one thread."""
 
@@ -48,8 +69,9 @@ class OwnAge:
         self._newest: CommitRecord | None = None
         self.stop_reason = ""
 
-    def look(self, now_mono_s: float, newest: CommitRecord | None, step: int) -> None:
-        """If the limit is passed it is said, and `stop_reason` set if the run is to stop then."""
+    def look(self, now_mono_s: float, newest: CommitRecord | None, step: int, *, ended: bool = False) -> None:
+        """If the limit is passed it is said, and `stop_reason` set if the run is to stop then. `ended`: the run is over
+        and waits for the save of its last step, `step`."""
         self._watch.begin(now_mono_s)
         if newest is not None and newest != self._newest:
             self._newest = newest
@@ -59,7 +81,8 @@ class OwnAge:
         if reason is not None:
             logger.warning("%s", reason)
         if reason is not None and self._stop:
+            stopped = f"the last save, of step {step}, was not waited for" if ended else f"stopped at step {step + 1}"
             self.stop_reason = (
-                f'{reason} on_durable_age="stop": stopped at step {step + 1}. What was staged stays on the nodes: mend '
-                "the storage and start the same script again; it finishes those uploads and goes on from there."
+                f'{reason} on_durable_age="stop": {stopped}. What was staged stays on the nodes: mend the storage and '
+                "start the same script again; it finishes those uploads and goes on from there."
             )

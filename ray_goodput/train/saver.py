@@ -27,16 +27,16 @@ from ray_goodput.core.commit import CheckpointId, StagedSlice
 from ray_goodput.core.tier_cadence import TierCadence
 from ray_goodput.core.tiers import SaveTier
 from ray_goodput.errors import FencedError, StorageError
+from ray_goodput.train.decide import EndWait
 from ray_goodput.train.tier_times import TierTimes
 from ray_goodput.train.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
 
 _NUM_SLOTS = 2
-_FINAL_WAIT_S = 1800.0
 _NEAR_WAIT_S = 60.0
 _SLOT_WAIT_S = 5.0
-_LOOK_S = 1.0  # how often a save that waits for a slot looks whether the run is to stop
+_LOOK_S = 1.0  # how often what waits for a slot, or for the last upload, looks whether the run is to stop
 _COMMIT_WAIT_S = 20.0
 _COMMIT_TRIES = 3
 
@@ -197,23 +197,32 @@ class Saver:
         self._stager.close()
         return self._world.all_true(arrived)
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         """Every save of this rank has reached storage, and the newest one is committed. Collective.
 
+        False, on all ranks: the run is to stop (`max_durable_age`), and nothing waits for the storage any longer; the
+        vaults go on, and the slots keep what they need.
+
         Raises:
-            StorageError: it is not; on all ranks. The slots keep what could not be uploaded, for the next attempt.
+            StorageError: it is not committed; on all ranks. The slots keep what could not be uploaded, for the next
+                attempt.
+            FencedError: another driver has taken the run.
         """
         self._copies.close()
-        while self._in_flight:
-            ray.wait([self._in_flight[0].ref], timeout=_FINAL_WAIT_S)
-            self._collect_finished(keep_failed=True)
+        told = EndWait(self.last_step, self._clock.mono_s())
+        while self._in_flight and not self._worker.orders.stop_reason:
+            self._wait_for_one(keep_failed=True)
+            told.look(self._clock.mono_s())
         committed = self.last_step <= 0 or self._committed()
+        if not committed and self._to_stop():
+            return False
         self._stager.close()
         if not committed:
             raise StorageError(
                 f"The state after the last save, step {self.last_step}, is not committed: its upload failed (see the "
                 "log above). The run's newest checkpoint is older; the run can go on from there once the storage works."
             )
+        return True
 
     def wait_committed(self, timeout_s: float) -> bool:
         """Whether the newest save is committed within `timeout_s`. Collective."""
@@ -222,24 +231,31 @@ class Saver:
         if self._in_flight:
             ray.wait([f.ref for f in self._in_flight], num_returns=len(self._in_flight), timeout=timeout_s)
             self._collect_finished(keep_failed=True)
-        done = None
-        if self._world.world_rank == 0:
+
+        def committed() -> bool:
             checkpoint, done = CheckpointId(self.last_step, self._worker.attempt), False
             while not done and (left_s := deadline - self._clock.mono_s()) > 0:
                 done = self._worker.coordinator.wait_committed(checkpoint, min(left_s, _COMMIT_WAIT_S))
-        return self._world.broadcast(done)
+            return done
+
+        return self._world.on_rank_0(committed)
 
     def _committed(self) -> bool:
         """Whether the newest save gets committed, reminding a coordinator that died with its notes. Collective."""
+        newest, wait_committed = CheckpointId(self.last_step, 0), self._worker.coordinator.wait_committed
         for _ in range(_COMMIT_TRIES):
-            self._world.all_true(True)  # every rank's slice has landed
-            done = None
-            if self._world.world_rank == 0:
-                done = self._worker.coordinator.wait_committed(CheckpointId(self.last_step, 0), _COMMIT_WAIT_S)
-            if self._world.broadcast(done):
+            stop = self._to_stop()  # if not, every rank's slice has landed
+            limit_s = 0.0 if stop else _COMMIT_WAIT_S
+            if self._world.on_rank_0(lambda limit_s=limit_s: wait_committed(newest, limit_s)):
                 return True
+            if stop:
+                return False
             ray.wait([self._worker.vault.land_again.remote(self.last_step)], timeout=_COMMIT_WAIT_S)
         return False
+
+    def _to_stop(self) -> bool:
+        """Whether any rank was told that the run is to stop. Collective."""
+        return not self._world.all_true(not self._worker.orders.stop_reason)
 
     def _choose_slots(self, plan: SavePlan) -> Path:
         context = ray.train.get_context()
@@ -259,9 +275,9 @@ class Saver:
             ray.wait(near, num_returns=len(near), timeout=_SLOT_WAIT_S)
             self._collect_finished()
 
-    def _wait_for_one(self) -> None:
+    def _wait_for_one(self, *, keep_failed: bool = False) -> None:
         ray.wait([self._in_flight[0].ref], timeout=_LOOK_S)
-        self._collect_finished()
+        self._collect_finished(keep_failed=keep_failed)
 
     def _collect_finished(self, *, keep_failed: bool = False) -> None:
         """Free the slots the vault is done with; with `keep_failed`, not those it could not save.

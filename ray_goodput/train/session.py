@@ -348,7 +348,9 @@ class Session:
                 "CheckpointConfig(staging_dir=...) to a folder on NVMe."
             )
         with self._recorder.span(Bucket.SHUTDOWN):
-            self._saver.finish()
+            committed = self._saver.finish()
+        if not committed:
+            self._raise_if_too_old()
 
     def _raise_if_too_old(self) -> None:
         """Collective."""

@@ -5,14 +5,16 @@ Every method but the properties is collective: all ranks call it in the same ord
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ray_goodput.core.tiers import SaveTier
+from ray_goodput.errors import GoodputError
 
 T = TypeVar("T")
 
@@ -53,6 +55,19 @@ class World:
         word = torch.tensor([int(flag)], dtype=torch.int32)
         dist.all_reduce(word, op=dist.ReduceOp.MIN, group=self.group)
         return bool(word.item())
+
+    def on_rank_0(self, action: Callable[[], T]) -> T:
+        """What `action` gives or raises (a GoodputError) at rank 0, on every rank."""
+        answer: tuple[T | None, GoodputError | None] = (None, None)
+        if self.world_rank == 0:
+            try:
+                answer = action(), None
+            except GoodputError as error:
+                answer = None, error
+        value, error = self.broadcast(answer)
+        if error is not None:
+            raise error
+        return cast("T", value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,7 +94,7 @@ def test_what_a_killed_process_staged_is_committed_by_the_next_start(
         patch.setattr(CheckpointVault, "persist", lambda self, staged: None)  # killed before the upload
         killed = Job(tmp_path / "run", staging_dir=str(tmp_path / "slots"))
         killed.train(2)
-        killed.saves._uploads.shutdown()
+        killed.saves._uploads.close()
     (folder,) = (tmp_path / "slots").rglob("attempt-0001")
     assert [staged.checkpoint.step for staged in staged_in(folder)] == [2]
     after = Job(tmp_path / "run", staging_dir=str(tmp_path / "slots"))
@@ -110,7 +110,7 @@ def test_what_a_deleted_run_in_the_same_place_staged_is_never_gone_on_from(
         patch.setattr(CheckpointVault, "persist", lambda self, staged: None)  # killed before the upload
         deleted = Job(tmp_path / "run")
         deleted.train(4)
-        deleted.saves._uploads.shutdown()
+        deleted.saves._uploads.close()
         assert deleted.saves._committer is not None
         deleted.saves._committer.close(5.0)
     shutil.rmtree(tmp_path / "run")

@@ -31,7 +31,7 @@ class Closing(Session):
         self._saver: Any = SimpleNamespace(last_step=5, leave=self._leave_with_near_saves)
 
     def _save(self, *, must: bool, tier: SaveTier = SaveTier.STORAGE) -> bool:
-        self._orders.stop_reason = self._coming
+        self._orders.stop_reason = self._orders.stop_reason or self._coming
         return tier is not SaveTier.STORAGE
 
     def _leave_with_near_saves(self) -> bool:
@@ -41,6 +41,19 @@ class Closing(Session):
 
 def test_a_run_that_is_to_stop_while_its_last_save_waits_for_a_slot_says_so_and_leaves_its_state_on_the_nodes() -> None:
     session = Closing("No checkpoint became durable for 61 s.")
+    with pytest.raises(DurableAgeError, match=r"61 s.* after step 7 lies on the nodes' disks"):
+        session.close()
+    assert session.left == 1
+
+
+def test_a_run_that_is_to_stop_while_its_last_upload_is_waited_for_says_so_too() -> None:
+    session = Closing("")
+
+    def finish() -> bool:
+        session._orders.stop_reason = "No checkpoint became durable for 61 s."
+        return False
+
+    session._saver.last_step, session._saver.finish = 7, finish
     with pytest.raises(DurableAgeError, match=r"61 s.* after step 7 lies on the nodes' disks"):
         session.close()
     assert session.left == 1

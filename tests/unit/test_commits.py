@@ -1,6 +1,7 @@
 """Laws of the commit protocol: a checkpoint exists when its last slice has landed, and never for a fenced attempt."""
 
 import threading
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,29 @@ def test_a_store_that_cannot_list_uploads_does_not_stop_pruning(store) -> None:
             log.landed(landed(step, rank))
     assert [c.step for c in log.prune()] == [10, 20]
     assert store.list_folders(CHECKPOINTS) == [CheckpointId(30, 1).folder]
+
+
+def test_whoever_waits_is_told_at_once_that_the_run_is_anothers_and_nothing_is_written(store) -> None:
+    writes = FaultyStore(store)
+    log = open_log(writes)
+    log.hold_commits(60.0)
+    log.landed(landed(10, 0))
+    with ThreadPoolExecutor(2) as pool:
+        held = pool.submit(log.landed, landed(10, 1))
+        asked = pool.submit(log.wait_committed, CheckpointId(10, 0), 60.0)
+        assert not wait([held, asked], timeout=0.2, return_when=FIRST_COMPLETED).done
+        log.fence_all("Another driver has taken the run.")
+        for call in (held, asked):
+            with pytest.raises(FencedError, match="Another driver"):
+                call.result(10.0)
+    assert writes.count("put") == 0
+
+
+def test_a_commit_made_before_the_run_was_taken_is_still_told(store) -> None:
+    log = open_log(store)
+    for rank in (0, 1):
+        log.landed(landed(10, rank))
+    log.fence_all("Another driver has taken the run.")
+    assert log.wait_committed(CheckpointId(10, 0), 0.0)
+    with pytest.raises(FencedError):
+        log.wait_committed(CheckpointId(20, 0), 60.0)

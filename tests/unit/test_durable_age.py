@@ -18,7 +18,7 @@ from ray_goodput.core.run_state import AttemptStart
 from ray_goodput.errors import ConfigError, DurableAgeError, StorageError
 from ray_goodput.storage.faults import FaultyStore
 from ray_goodput.storage.local import LocalStore
-from ray_goodput.train import checkpointer
+from ray_goodput.train import checkpointer, uploads
 from ray_goodput.train.checkpointer import Checkpointer
 
 
@@ -123,6 +123,7 @@ def test_a_checkpointer_whose_storage_is_away_trains_on_and_stops_only_if_asked(
             done = step
     except DurableAgeError as error:
         assert stop and f"stopped at step {done + 1}" in str(error) and "max_durable_age=1 s" in str(error)
+        assert f"The newest of it is of step {done + 1}." in str(error), "staged though both slots were taken"
     finally:
         up[0] = True
         saves.__exit__(RuntimeError, None)
@@ -139,7 +140,7 @@ def test_a_checkpointer_that_waits_for_a_slot_stops_all_the_same(
     def waited(futures: list, timeout: float | None = None) -> None:
         clock.advance(timeout or 0.0)
 
-    monkeypatch.setattr(checkpointer, "wait", waited)
+    monkeypatch.setattr(uploads, "wait", waited)
     saves.restore(model=torch.nn.Linear(4, 4))
     up[0] = False
     step = 0
@@ -151,6 +152,30 @@ def test_a_checkpointer_that_waits_for_a_slot_stops_all_the_same(
         up[0] = True
         saves.__exit__(RuntimeError, None)
     assert 60 < clock.mono_s() - ManualClock().mono_s() < 70 and saves.skipped == 1 and step <= 6
+
+
+def test_the_end_of_a_run_waits_no_longer_than_it_may_and_the_next_start_finishes_its_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CheckpointConfig(every=100, max_durable_age="1min", on_durable_age="stop")
+    saves, clock, up = made(tmp_path, monkeypatch, config)
+
+    def waited(futures: list, timeout: float | None = None) -> None:
+        clock.advance(10.0)
+
+    monkeypatch.setattr(uploads, "wait", waited)
+    saves.restore(model=torch.nn.Linear(4, 4))
+    saves.step(1)
+    up[0] = False
+    assert saves.save(2)
+    with pytest.raises(DurableAgeError, match="the last save, of step 2, was not waited for") as raised:
+        saves.close()
+    assert "max_durable_age=60 s" in str(raised.value) and "finishes those uploads" in str(raised.value)
+    up[0] = True
+    monkeypatch.undo()
+    monkeypatch.setattr("ray_goodput.actors.names.SHARED_MEMORY", tmp_path / "shm")
+    with Checkpointer(tmp_path / "run", config=config, local_dir=tmp_path / "node") as again:
+        assert again.restore(model=torch.nn.Linear(4, 4)) == 2
 
 
 @pytest.mark.parametrize("bad", [{"max_durable_age": "soon"}, {"max_durable_age": "0s"}, {"on_durable_age": "panic"}])

@@ -12,6 +12,7 @@ from ray_goodput.clock import ManualClock
 from ray_goodput.config import CheckpointConfig
 from ray_goodput.errors import RunError, StorageError
 from ray_goodput.train import saver as saver_module
+from ray_goodput.train.orders import RankOrders
 from ray_goodput.train.saver import Saver
 from ray_goodput.train.world import World
 
@@ -35,7 +36,12 @@ def test_a_storage_that_never_came_back_is_one_sentence_at_the_end(monkeypatch: 
     vault = SimpleNamespace(land_again=SimpleNamespace(remote=reminded.append))
     coordinator = SimpleNamespace(wait_committed=lambda checkpoint, timeout_s: False)
     worker: Any = SimpleNamespace(
-        world=World(0, 1, None), clock=ManualClock(), coordinator=coordinator, attempt=2, vault=vault
+        world=World(0, 1, None),
+        clock=ManualClock(),
+        coordinator=coordinator,
+        attempt=2,
+        vault=vault,
+        orders=RankOrders(0, ()),
     )
     monkeypatch.setattr(saver_module.ray, "wait", lambda refs, timeout: (refs, []))
     spec: Any = SimpleNamespace(checkpoint=CheckpointConfig(every=10))

@@ -13,7 +13,7 @@ from ray.exceptions import RayTaskError
 
 from near_nodes import NearNodes
 from ray_goodput.actors.names import attempt_dir
-from ray_goodput.clock import SystemClock
+from ray_goodput.clock import ManualClock, SystemClock
 from ray_goodput.config import CheckpointConfig
 from ray_goodput.core.commit import CheckpointId
 from ray_goodput.core.durable_age import judge_age
@@ -225,3 +225,41 @@ def test_a_save_that_waits_for_a_slot_waits_no_longer_than_the_run_may(one_rank:
     assert rank.save(1) and rank.save(2)
     rank.refs.while_waiting = lambda: bool(too_old(rank))
     assert not rank.save(3), "skipped, for the run is to stop: its slots stay with uploads that cannot end"
+
+
+def test_the_end_of_a_run_waits_for_its_last_upload_no_longer_than_the_run_may(one_rank: Any) -> None:
+    rank = one_rank(every=1, max_durable_age="60s", on_durable_age="stop")
+    rank.refs.stuck = {0}
+    assert rank.save(3, must=True)
+    rank.refs.while_waiting = lambda: bool(too_old(rank))
+    assert not rank.saver.finish(), "its upload never ends"
+    with pytest.raises(DurableAgeError, match="after step 3 lies on the nodes' disks"):
+        raise_if_too_old([rank.orders.stop_reason], 3, lambda: rank.save(3, tier=SaveTier.PEER) and rank.saver.leave())
+    rank.nodes.hold(2)
+    assert rank.nodes.coordinator.resume_point(2).checkpoint == CheckpointId(3, 1)
+
+
+def test_a_run_that_was_told_to_stop_when_its_last_save_was_committed_already_ends_well(one_rank: Any) -> None:
+    rank = one_rank(every=1, max_durable_age="60s", on_durable_age="stop")
+    assert rank.save(3, must=True) and rank.nodes.coordinator.committed_step() == 3
+    too_old(rank)
+    assert rank.saver.finish()
+
+
+def test_that_the_end_of_a_run_waits_long_is_said_once(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rank = one_rank(every=1)
+    rank.saver._clock = clock = ManualClock()
+    assert rank.save(3, must=True)
+    rank.refs.stuck = {0}  # it is done, but Ray has not said so yet
+    waits = []
+
+    def wait_on() -> None:
+        clock.advance(20.0)
+        waits.append(1)
+        if len(waits) == 9:
+            rank.refs.stuck = set()
+
+    rank.refs.while_waiting = wait_on
+    assert rank.saver.finish()
+    said = [record.getMessage() for record in caplog.records if "last save, of step 3" in record.getMessage()]
+    assert len(said) == 1 and "max_durable_age" in said[0]
