@@ -1,8 +1,9 @@
 """Laws of the commit protocol: a checkpoint exists when its last slice has landed, and never for a fenced attempt."""
 
 import threading
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -205,11 +206,13 @@ def test_whoever_waits_is_told_at_once_that_the_run_is_anothers_and_nothing_is_w
     log.hold_commits(60.0)
     log.landed(landed(10, 0))
     with ThreadPoolExecutor(2) as pool:
-        held = pool.submit(log.landed, landed(10, 1))
-        asked = pool.submit(log.wait_committed, CheckpointId(10, 0), 60.0)
-        assert not wait([held, asked], timeout=0.2, return_when=FIRST_COMPLETED).done
+        calls: list[Future[Any]] = [
+            pool.submit(log.landed, landed(10, 1)),
+            pool.submit(log.wait_committed, CheckpointId(10, 0), 60.0),
+        ]
+        assert not wait(calls, timeout=0.2, return_when=FIRST_COMPLETED).done
         log.fence_all("Another driver has taken the run.")
-        for call in (held, asked):
+        for call in calls:
             with pytest.raises(FencedError, match="Another driver"):
                 call.result(10.0)
     assert writes.count("put") == 0
