@@ -12,6 +12,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TOPICS := $(patsubst tests/bench/bench_%.py,%,$(wildcard tests/bench/bench_*.py))
 
+# A run is a dozen Python processes: each would compile the package anew where the environment forbids to keep bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test test-fast crash-points fault-matrix soak lint format bench $(addprefix bench-,$(TOPICS)) clean
 
 help:  ## show the targets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray_goodput
 from ray_goodput.core.buckets import Bucket
@@ -12,9 +12,11 @@ from ray_goodput.data.waits import observe_waits
 from ray_goodput.errors import ConfigError, SessionError
 from ray_goodput.train import ray_compat, sigterm
 from ray_goodput.train.failures import note_step
-from ray_goodput.train.session import Session
 from ray_goodput.train.spec import TrainSpec
 from ray_goodput.train.worker import open_worker
+
+if TYPE_CHECKING:
+    from ray_goodput.train.session import Session
 
 _current: Session | None = None
 
@@ -56,6 +58,9 @@ def run_packed(version: str, packed: bytes, train_loop: Callable[[], Any]) -> An
 def run_in_session(spec: TrainSpec, train_loop: Callable[[], Any]) -> Any:
     """Enter the user's loop with a session around it; the last state is saved and committed when it returns."""
     global _current
+    # Only here: the driver and the controller import this module, too, without torch's checkpoints and tensors.
+    from ray_goodput.train.session import Session
+
     worker = open_worker(spec)
     _current = current = Session(spec, worker)
     observe_waits(lambda: worker.recorder.span(Bucket.DATA_WAIT))

@@ -6,9 +6,11 @@ Ray's objects into our own values.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -16,6 +18,8 @@ import ray.train
 from ray._private.state import state as _cluster_state
 from ray.core.generated import gcs_pb2
 from ray.exceptions import RayActorError, RayError
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback, RayDatasetShardProvider
+from ray.train.v2._internal.constants import DEFAULT_HEALTH_CHECK_INTERVAL_S, HEALTH_CHECK_INTERVAL_S_ENV_VAR
 from ray.train.v2._internal.exceptions import (
     RayTrainError,
     UserExceptionWithTraceback,
@@ -63,18 +67,67 @@ __all__ = [
     "goodput_error_in",
     "in_train_worker",
     "node_ip",
+    "polling_often",
     "train_run_id",
     "user_error_in",
+    "without_dataset_manager",
     "worker_infos",
 ]
 
 _PlacementGroup: Any = vars(gcs_pb2)["PlacementGroupTableData"]  # made at import: no type checker sees it
 _CALL_TIMEOUT_S = 5.0
+_LEAST_POLL_S = 0.5
+_MOST_POLLS_PER_S = 500.0  # one small call a worker and poll, all by the controller's one thread
 # What gloo and NCCL say on the ranks that are left when a peer is gone.
 _LOST_PEER = re.compile(
     r"Connection (reset|closed) by peer|gloo/transport|NCCL.*(remote process|abort)|ncclRemoteError"
 )
 _MAY_PASS = (StorageError, ShardReadError, RunError)  # a storage or an actor that was away for longer than our tries
+
+
+class _NoDatasetShards(RayDatasetShardProvider):
+    """Whatever dataset a train loop asks for, it hears from Ray that the trainer was given none of that name."""
+
+    def __init__(self) -> None:  # not Ray's, which starts the actor
+        self._dataset_names = set()
+
+    def shutdown_data_executors(self) -> None:
+        return
+
+
+class _NoDatasets(DatasetsCallback):
+    """Ray's callback, which also carries Ray Data's context to the workers, but for the actor."""
+
+    def before_init_train_context(self, workers: Sequence[Any]) -> dict[str, list[Any]]:
+        return {"dataset_shard_provider": [_NoDatasetShards()] * len(workers)}
+
+
+def without_dataset_manager(callbacks: Sequence[Any], train_run_context: Any) -> list[Any]:
+    """Ray's default callbacks for a trainer without Ray datasets.
+
+    In each attempt Ray would start an actor that manages them, and have it import Ray Data while the workers start:
+    1.5 s of a core of the driver's node, for nothing.
+    """
+    none = _NoDatasets(train_run_context=train_run_context, datasets={})
+    return [none if type(callback) is DatasetsCallback else callback for callback in callbacks]
+
+
+@contextlib.contextmanager
+def polling_often(num_workers: int) -> Iterator[None]:
+    """A controller made in the block asks its workers every half second how they are, and less often if they are many.
+
+    Ray asks every 2 s, so that a death is noticed, a report taken, and the end seen after another second on average.
+    The controller hears of it by the environment only, and the driver's is passed on; what a user has set there counts.
+    """
+    if HEALTH_CHECK_INTERVAL_S_ENV_VAR in os.environ:
+        yield
+        return
+    interval_s = min(DEFAULT_HEALTH_CHECK_INTERVAL_S, max(_LEAST_POLL_S, num_workers / _MOST_POLLS_PER_S))
+    os.environ[HEALTH_CHECK_INTERVAL_S_ENV_VAR] = str(interval_s)
+    try:
+        yield
+    finally:
+        os.environ.pop(HEALTH_CHECK_INTERVAL_S_ENV_VAR, None)
 
 
 def in_train_worker() -> bool:

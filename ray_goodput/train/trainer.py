@@ -39,7 +39,12 @@ from ray_goodput.train.drain import EXIT_CODE_DRAINED, DrainOnSigterm
 from ray_goodput.train.entry import run_packed
 from ray_goodput.train.mlflow_feed import MlflowFeed
 from ray_goodput.train.policies import ProgressFailurePolicy
-from ray_goodput.train.ray_compat import TrainingFailedError, goodput_error_in
+from ray_goodput.train.ray_compat import (
+    TrainingFailedError,
+    goodput_error_in,
+    polling_often,
+    without_dataset_manager,
+)
 from ray_goodput.train.scaling import GoodputScalingPolicy
 from ray_goodput.train.spec import TrainSpec
 from ray_goodput.train.storage_path import probe_storage, resolve_storage
@@ -225,7 +230,12 @@ class GoodputTrainer(TorchTrainer):
             self.scaling_config, run_key=key, budget=self._failure, may_give_up=self._own_failure_policy
         )
         kwargs["callbacks"] = [*kwargs["callbacks"], GoodputCallback(self._spec.run), SigtermCallback()]
-        return super()._initialize_and_run_controller(**kwargs)
+        with polling_often(self._max_workers):
+            return super()._initialize_and_run_controller(**kwargs)
+
+    def _create_default_callbacks(self) -> list[Any]:
+        callbacks = super()._create_default_callbacks()
+        return callbacks if self.datasets else without_dataset_manager(callbacks, self.train_run_context)
 
     def _checkpoint(self, newest: CommitRecord | None) -> ray.train.Checkpoint | None:
         if newest is None:

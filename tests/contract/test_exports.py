@@ -19,9 +19,9 @@ HEAVY = ("torch", "ray", "numpy", "pyarrow", "obstore", "fsspec")
 ERRORS = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.GoodputError)]
 
 
-def modules_loaded_by(code: str) -> set[str]:
-    """Names of the heavy packages that are imported once `code` has run in a fresh interpreter."""
-    script = f"{code}\nimport sys; print('loaded:', *[m for m in {HEAVY!r} if m in sys.modules])"
+def modules_loaded_by(code: str, heavy: tuple[str, ...] = HEAVY) -> set[str]:
+    """Names of the heavy modules that are imported once `code` has run in a fresh interpreter."""
+    script = f"{code}\nimport sys; print('loaded:', *[m for m in {heavy!r} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=50).stdout
     return set(out.rsplit("loaded:", 1)[1].split())
 
@@ -102,6 +102,12 @@ for args in (["--help"], ["demo", "--help"], ["chaos", "--help"], ["checkpoints"
     assert result.exit_code == 0 and "Usage" in result.output, result.output
 """
     assert modules_loaded_by(code) == set()
+
+
+def test_a_driver_does_not_load_what_only_training_processes_need() -> None:
+    """It is a quarter of what a driver imports before its run begins, each time that it is started."""
+    engine = ("torch.distributed.checkpoint", "torch.distributed.tensor", "ray_goodput.train.session")
+    assert modules_loaded_by("import ray_goodput.train.trainer", (*engine, "torch")) == {"torch"}
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: e.__name__)
