@@ -87,6 +87,7 @@ class CheckpointVault:
         self._hurry = threading.Event()
         self._once_more_only = False
         self._adopting = threading.Lock()
+        self._copying = threading.Lock()
         self._lock = threading.Lock()
         self._landed: dict[int, LandedSlice] = {}  # world rank -> its newest slice in storage
         self._turns: dict[str, threading.Lock] = {}  # slot path -> who works on it
@@ -176,9 +177,10 @@ class CheckpointVault:
         )
 
     def _copy_to_nvme(self, staged: StagedSlice) -> None:
-        """Of a slice that is in storage: what goes wrong costs the copy only."""
+        """Of a slice that is in storage: what goes wrong costs the copy only. One at a time: it disturbs training."""
         try:
-            self._copies.flush(staged)
+            with self._copying:
+                self._copies.flush(staged)
         except (FencedError, OSError) as error:
             logger.info("%s has no copy on this node: %s", _title(staged), error)
 

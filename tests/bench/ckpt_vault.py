@@ -42,12 +42,14 @@ class NodeSpec:
 class _Coordinator:
     def __init__(self, log: CommitLog) -> None:
         self._log = log
+        self.landed_at: dict[int, float] = {}  # world rank -> when its newest slice was noted; the last one commits
 
     def identity(self) -> str:
         return "run"
 
     def landed(self, landed: LandedSlice) -> None:
         self._log.landed(landed)
+        self.landed_at[landed.slice.world_rank] = time.perf_counter()
 
     def journal_tail(self, attempt: int, world_rank: int, page: Any) -> None:
         return None
@@ -61,18 +63,19 @@ def vault_main(spec: NodeSpec, inbox: Any, answers: list[Any]) -> None:
     log = CommitLog(run="bench", store=store, clock=SystemClock(), keep_last=1)
     log.open()
     log.fence_and_choose(1)
+    coordinator = _Coordinator(log)
     vault = CheckpointVault(
         node_id="bench",
         store=store,
-        coordinator=_Coordinator(log),
+        coordinator=coordinator,
         local_checkpoints=spec.local / "checkpoints",
         slots=[],
         journals=spec.local / "journals",
     )
 
     def persist(staged: StagedSlice) -> None:
-        vault.persist(staged)  # the last one of a step returns when the commit is written
-        answers[staged.world_rank].put(time.perf_counter())
+        vault.persist(staged)  # returns when the slot is free again, later than the save is durable
+        answers[staged.world_rank].put(coordinator.landed_at[staged.world_rank])
 
     _serve(inbox, persist)
 
