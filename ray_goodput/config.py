@@ -64,7 +64,8 @@ class CheckpointConfig:
     when_full: when the previous saves still hold both staging slots of some rank, "skip" this save or "wait"; both are
         counted.
     every_local: when to save also to the nearer tiers, in between: the nodes' NVMe (and peers). Such a save costs the
-        same stall, no network, and survives the processes. As `every`; default: "auto" if `every` is, else never.
+        same stall, no network, and survives the processes. As `every`; default: "auto" if `every` is, else never. With
+        GoodputTrainer only, as `peer_copies`.
     peer_copies: on how many other nodes each save is copied, so that it survives its own. Another failure domain is
         preferred, as the label `ray-goodput/failure-domain` of the Ray nodes, or their zone, tells.
     max_durable_age: a duration. A storage that fails never stops training by itself; when the newest durable checkpoint

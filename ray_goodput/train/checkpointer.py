@@ -64,7 +64,7 @@ class Checkpointer:
     thread; the methods are collective. `close` waits for the last save.
 
     uri: the run's folder: `s3://...`, any other URL fsspec knows, or a path that all nodes share.
-    config: when to save, how much to keep, where to stage.
+    config: when to save, how much to keep, where to stage; without `every_local` and `peer_copies`.
     storage_options: in the spelling of s3fs.
     local_dir: node-local folder for copies that make a restart quick. Default: `RAY_GOODPUT_LOCAL_DIR`.
     """
@@ -81,7 +81,10 @@ class Checkpointer:
         self._name = self._spec.uri.rstrip("/").rpartition("/")[2]
         self._config = config or CheckpointConfig()
         if self._config.peer_copies or self._config.every_local is not None:
-            raise ConfigError("peer_copies and every_local work with GoodputTrainer only: Checkpointer has no vaults.")
+            raise ConfigError(
+                "A Checkpointer saves to the run's folder only: leave every_local and peer_copies out, or train with "
+                "GoodputTrainer, whose nodes have a process that keeps and serves copies."
+            )
         self._local_dir = Path(local_dir) if local_dir is not None else environment().local_dir
         self._key = run_key(self._name, self._spec)
         self._clock = SystemClock()

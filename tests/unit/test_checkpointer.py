@@ -225,6 +225,12 @@ def test_a_storage_that_refuses_at_the_start_is_the_error_that_leaves(
         saves.restore(model=nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("near", [{"every_local": 2}, {"peer_copies": 1}])
+def test_saves_to_the_nodes_are_refused_in_one_sentence_that_says_who_has_them(tmp_path: Path, near: dict) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)^(?!.*\n).*leave every_local and peer_copies out.*GoodputTrainer"):
+        rg.Checkpointer(tmp_path / "run", config=rg.CheckpointConfig(**near))
+
+
 def test_methods_out_of_order_say_what_to_do(tmp_path: Path) -> None:
     saves = rg.Checkpointer(tmp_path / "run")
     with pytest.raises(SessionError, match="restore first"):
