@@ -43,7 +43,7 @@ test: lint  ## lint and all tests (not the benchmarks)
 test-fast: $(STAMP)  ## the tests that need no Ray
 	$(BIN)/python -m pytest $(SPREAD) tests/unit tests/property tests/contract $(ARGS)
 
-crash-points: $(STAMP)  ## kill the vault, coordinator and worker before every storage call of a save, on disk and S3
+crash-points: $(STAMP)  ## kill each process of a save before every storage call that it makes, on disk and S3
 	$(BIN)/python tests/fault/crash_points.py
 
 fault-matrix: $(STAMP)  ## everyone killed or stopped in every phase of a real run; takes about an hour

@@ -3,8 +3,10 @@ calls; what is left then must be a resume point, and the run must be able to go 
 
 The victim is a process that makes its own storage calls and ends itself before call number `n`. A vault and a commit
 log are the plain classes that the actors wrap; the test's own process stands for Ray: it starts the victim again and
-repeats the calls that got no answer, as `max_restarts=-1, max_task_retries=-1` does. The worker is a whole
-`rg.Checkpointer`, which makes all storage calls of a save by itself.
+repeats the calls that got no answer, as `max_restarts=-1, max_task_retries=-1` does.
+
+Beside it: `crash_points_worker.py` kills a worker that saves by itself, `crash_points_near.py` a vault that keeps
+copies on its node too, `crash_points_dcp.py` a plain `dcp.save` through `rg.StorageWriter`.
 
 `python tests/fault/crash_points.py` (`make crash-points`) tries every point on both kinds of storage.
 """
@@ -12,7 +14,6 @@ repeats the calls that got no answer, as `max_restarts=-1, max_task_retries=-1` 
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import multiprocessing as mp
 import os
@@ -40,7 +41,7 @@ from ray_goodput.checkpoint.rng import capture_rng
 from ray_goodput.checkpoint.stage import Stager
 from ray_goodput.checkpoint.state import collect_state
 from ray_goodput.clock import SystemClock
-from ray_goodput.config import CheckpointConfig, StoreSpec
+from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import CheckpointId, LandedSlice, StagedSlice
 from ray_goodput.errors import GoodputError, RunError
 from ray_goodput.storage import open_store
@@ -96,9 +97,8 @@ def stage(model: Any, optimizer: Any, checkpoint: CheckpointId, node: Path, rank
     return tuple(slices)
 
 
-def make_vault(store: Any, node: Path, coordinator: Any, sleep: Callable[[float], None] | None = None) -> Any:
+def make_vault(store: Any, node: Path, coordinator: Any, **more: Any) -> CheckpointVault:
     folders: dict[str, Any] = {"local_checkpoints": node / "local", "slots": [node / "slots"], "journals": node / "j"}
-    more: dict[str, Any] = {} if sleep is None else {"sleep": sleep}
     return CheckpointVault(node_id="node", store=store, coordinator=coordinator, **folders, **more)
 
 
@@ -184,7 +184,7 @@ class Struck:
             assert resumed == step, f"{self.where}: {resumed} instead of {step} on another node"
 
 
-def _process(target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
+def start_process(target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
     ours, theirs = SERVER.Pipe()
     process = SERVER.Process(target=target, args=(*arguments, theirs), daemon=True)
     process.start()
@@ -192,7 +192,7 @@ def _process(target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
     return process, ours
 
 
-def _dying(spec: StoreSpec, call: int) -> FaultyStore:
+def dying(spec: StoreSpec, call: int) -> FaultyStore:
     def die(op: str, key: str, n: int) -> None:
         if n == call:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -215,7 +215,7 @@ class _FarCoordinator:
 def vault_life(spec: StoreSpec, node: Path, slices: Sequence[StagedSlice], call: int, pipe: Any) -> None:
     faulthandler.dump_traceback_later(40)
     torch.set_num_threads(1)
-    vault = make_vault(_dying(spec, call), node, _FarCoordinator(pipe))
+    vault = make_vault(dying(spec, call), node, _FarCoordinator(pipe))
     for number, staged in enumerate(slices):
         vault.persist(staged)
         pipe.send(number + 1)
@@ -227,7 +227,7 @@ def strike_vault(scene: Scene, call: int, struck: Struck) -> None:
     store = open_store(scene.spec)
     log = open_log(store)
     log.fence_and_choose(ATTEMPT)
-    process, pipe = _process(vault_life, scene.spec, scene.node, scene.slices, call)
+    process, pipe = start_process(vault_life, scene.spec, scene.node, scene.slices, call)
     persisted = 0
     try:
         while (message := pipe.recv()) != "end":
@@ -250,7 +250,7 @@ def strike_vault(scene: Scene, call: int, struck: Struck) -> None:
 def coordinator_life(spec: StoreSpec, call: int, pipe: Any) -> None:
     faulthandler.dump_traceback_later(40)
     torch.set_num_threads(1)
-    log = open_log(_dying(spec, call))
+    log = open_log(dying(spec, call))
     log.fence_and_choose(ATTEMPT)
     while (message := pipe.recv()) is not None:
         pipe.send(_answer(log, message))
@@ -298,7 +298,7 @@ class _Restarted:
 
 def strike_coordinator(scene: Scene, call: int, struck: Struck) -> None:
     """The coordinator dies before its call and is built anew; the vault tells it again what it has uploaded."""
-    process, pipe = _process(coordinator_life, scene.spec, call)
+    process, pipe = start_process(coordinator_life, scene.spec, call)
     coordinator = _Restarted(scene, struck, pipe)
     vault = make_vault(open_store(scene.spec), scene.node, coordinator, sleep=lambda _: None)
     for staged in scene.slices:
@@ -309,58 +309,6 @@ def strike_coordinator(scene: Scene, call: int, struck: Struck) -> None:
         pipe.send(None)
     process.join(20)
     assert process.exitcode == (-signal.SIGKILL if struck.died else 0), f"{struck.where}: {process.exitcode}"
-
-
-def worker_life(spec: StoreSpec, node: Path, call: int, out: Path) -> None:
-    """Restore, train a step, save it and close, with `rg.Checkpointer`; `out` says what was restored and, at last, that
-    the save is committed."""
-    from ray_goodput.train import checkpointer
-
-    faulthandler.dump_traceback_later(40)
-    torch.set_num_threads(1)
-    store = _dying(spec, call)
-    setattr(checkpointer, "open_store", lambda _: store)  # noqa: B010 (a type checker would see a wrong type)
-    model, optimizer = build()
-    config = CheckpointConfig(every=NEVER, keep_last=2, staging_dir=str(node / "slots"))
-    with checkpointer.Checkpointer(spec.uri, config=config, local_dir=node) as saves:
-        at = saves.restore(model=model, optimizer=optimizer)
-        restored = digest(model)
-        train(model, optimizer, at + 1)
-        saves.save(at + 1)
-    out.write_text(json.dumps({"at": at, "weights": restored, "end": digest(model), "calls": len(store.calls)}))
-
-
-def run_worker(spec: StoreSpec, node: Path, call: int, out: Path) -> dict[str, Any] | None:
-    """What it said, None if it died."""
-    process = SERVER.Process(target=worker_life, args=(spec, node, call, out), daemon=True)
-    process.start()
-    process.join(60)
-    if process.exitcode is None:
-        process.kill()
-    assert process.exitcode in (0, -signal.SIGKILL), f"{out.name}: {process.exitcode}"
-    return json.loads(out.read_text()) if process.exitcode == 0 else None
-
-
-def strike_worker(spec: StoreSpec, root: Path, call: int, weights: dict[int, str]) -> int | None:
-    """A worker with one commit behind it dies before a call of its second life; a third life goes on. The step that was
-    resumed from, None if there was no such call."""
-    where = f"worker, call {call}"
-    node = root / "node"
-    first = run_worker(spec, node, NEVER, root / "first.json")
-    assert first is not None
-    weights |= {first["at"]: first["weights"], first["at"] + 1: first["end"]}
-    second = run_worker(spec, node, call, root / "second.json")
-    if second is not None:
-        return None
-    step, found = resume_point(spec)
-    assert step in (1, 2), f"{where}: step {step} would be resumed from"
-    third = run_worker(spec, node, NEVER, root / "third.json")
-    assert third is not None, where
-    assert third["at"] >= step, f"{where}: step {step} was committed, {third['at']} is resumed from"
-    assert resume_point(spec) == (third["at"] + 1, third["end"]), f"{where}: the next save is not what is resumed from"
-    for at, digest_found in ((step, found), (third["at"], third["weights"])):
-        assert weights.setdefault(at, digest_found) == digest_found, f"{where}: not the weights of step {at}"
-    return third["at"]
 
 
 VICTIMS: dict[str, Callable[[Scene, int, Struck], None]] = {"vault": strike_vault, "coordinator": strike_coordinator}
@@ -385,20 +333,12 @@ def all_points(victim: str, specs: Callable[[str], StoreSpec], root: Path) -> It
         call += 1
 
 
-def all_worker_points(specs: Callable[[str], StoreSpec], root: Path) -> Iterator[int]:
-    weights: dict[int, str] = {}
-    call = 0
-    while True:
-        name = f"worker-{call}"
-        (root / name).mkdir(parents=True)
-        if strike_worker(specs(name), root / name, call, weights) is None:
-            return
-        yield call
-        call += 1
-
-
 def main() -> None:
     """Every crash point of every victim, on local disk and on S3."""
+    from fault.crash_points_dcp import dcp_points
+    from fault.crash_points_near import near_points
+    from fault.crash_points_worker import all_worker_points
+
     logging.getLogger("ray_goodput").setLevel(logging.ERROR)  # that a coordinator is away is no news here
     tried = 0
     with tempfile.TemporaryDirectory() as folder, JuiceFSGateway() as gateway:
@@ -408,10 +348,11 @@ def main() -> None:
             "s3": lambda name: StoreSpec(uri=f"{gateway.uri}/{name}", options=gateway.storage_options),
         }
         for storage, specs in storages.items():
-            for victim in (*VICTIMS, "worker"):
-                points = all_worker_points if victim == "worker" else partial(all_points, victim)
+            others = {"worker": all_worker_points, "vault with copies": near_points, "dcp.save": dcp_points}
+            for victim in (*VICTIMS, *others):
+                points = others.get(victim, partial(all_points, victim))
                 found = sum(1 for _ in points(specs, root / storage))
-                print(f"{storage}: {victim}: killed before each of its {found} storage calls", flush=True)
+                print(f"{storage}: {victim}: killed at each of its {found} points", flush=True)
                 tried += found
     print(f"crash points tried: {tried}; each resumed from the newest commit, and the next save worked")
 

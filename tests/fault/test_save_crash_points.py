@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fault.crash_points import NEVER, all_points, run_worker, strike, strike_worker
+from fault.crash_points import NEVER, all_points, strike
+from fault.crash_points_dcp import dcp_points
+from fault.crash_points_near import near_points
+from fault.crash_points_worker import run_worker, strike_worker
 from ray_goodput.config import StoreSpec
 from servers import JuiceFSGateway
 
@@ -36,6 +39,23 @@ def test_a_worker_that_saves_by_itself_is_killed_at_some_of_its_storage_calls_an
         resumed.add(strike_worker(StoreSpec(uri=str(root / "storage")), root, call, weights))
     print(f"resumed from {resumed}, calls of a life: {told['calls']}")
     assert resumed - {None} == {1, 2}
+
+
+@pytest.mark.timeout(120)
+def test_a_vault_that_keeps_copies_is_killed_at_each_call_and_message_and_what_was_staged_is_gone_on_from(
+    tmp_path: Path,
+) -> None:
+    tried = list(near_points(lambda name: StoreSpec(uri=str(tmp_path / "storage" / name)), tmp_path))
+    print(f"crash points of the vault with copies tried: {len(tried)}")
+    assert len(tried) >= 9, "5 uploads, 2 copies told, 2 slices landed"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_dcp_save_killed_at_any_of_its_storage_calls_leaves_the_old_save_or_the_new_one(tmp_path: Path) -> None:
+    tried = list(dcp_points(lambda name: StoreSpec(uri=str(tmp_path / "storage" / name)), tmp_path))
+    print(f"crash points of dcp.save tried: {len(tried)}")
+    assert len(tried) >= 11, "4 into a new folder, 7 over a checkpoint"
 
 
 @pytest.mark.timeout(120)
