@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
+from urllib.parse import quote
 
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import COMMIT_NAME, CheckpointId, CommitRecord, ObjectRecord
@@ -37,12 +38,24 @@ def latest_complete(
     """
     uri = os.fspath(root).rstrip("/")
     store = open_store(StoreSpec(uri=uri, options=dict(storage_options or {})))
-    for folder, record in newest_first(store):
-        problems = problems_of(store, folder, record, read=verify)
-        if not problems:
-            return f"{uri}/{folder}"
-        logger.warning("Checkpoint %s/%s is passed over: %s", uri, folder, problems[0])
+    seen: set[str] = set()
+    while found := [(folder, record) for folder, record in newest_first(store) if folder not in seen]:
+        for folder, record in found:
+            problems = problems_of(store, folder, record, read=verify)
+            if not problems:
+                return f"{uri}/{quote(folder) if uri.startswith('file://') else folder}"
+            logger.warning("Checkpoint %s/%s is passed over: %s", uri, folder, problems[0])
+            seen.add(folder)  # a run that goes on may have pruned these, and committed newer ones: look again
     return None
+
+
+def still_committed(store: ObjectStore, folder: str) -> bool:
+    """Whether the folder has a commit record now: a run that goes on, or `gc`, removes it before the objects."""
+    try:
+        store.head(f"{folder}/{COMMIT_NAME}".lstrip("/"))
+    except ObjectNotFoundError:
+        return False
+    return True
 
 
 def newest_first(store: ObjectStore) -> list[tuple[str, CommitRecord]]:
@@ -90,7 +103,7 @@ def problems_of(
     on_bytes: called with the size of each piece read, from several threads.
 
     Raises:
-        StorageAccessError: the storage refuses: nothing is known about the objects.
+        StorageError: the storage refuses, or does not answer: nothing is known about the objects.
     """
     prefix = f"{folder}/" if folder else ""
     sizes = {info.key.removeprefix(prefix): info.size_bytes for info in store.list(folder)}
@@ -108,13 +121,30 @@ def problems_of(
         except StorageAccessError:
             raise
         except StorageError as error:
-            return f"{entry.name} cannot be read: {error}"
+            return _why_unreadable(store, f"{prefix}{entry.name}", entry, error)
         if checksum != entry.xxh3_128:
             return f"{entry.name} has checksum {checksum}, {entry.xxh3_128} was committed: bytes were changed."
         return None
 
     with ThreadPoolExecutor(_OBJECTS_AT_ONCE if read else 1) as pool:
         return [problem for problem in pool.map(check, record.objects) if problem is not None]
+
+
+def _why_unreadable(store: ObjectStore, key: str, entry: ObjectRecord, error: StorageError) -> str | None:
+    """What is wrong with an object that could not be read, None if it was only the storage for a moment.
+
+    Raises:
+        StorageError: the storage does not answer even when only asked for the object's size.
+    """
+    if not isinstance(error, ObjectNotFoundError):
+        if store.head(key).size_bytes != entry.size_bytes:
+            return f"{entry.name} was changed while it was read."
+        try:
+            if _checksum(store, key, entry.size_bytes, lambda done: None) == entry.xxh3_128:
+                return None
+        except StorageError as again:
+            error = again
+    return f"{entry.name} cannot be read: {error}"
 
 
 def _record_or_none(store: ObjectStore, folder: str) -> CommitRecord | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,12 +19,15 @@ from ray_goodput.checkpoint.folders import read_record
 from ray_goodput.checkpoint.sources import CheckpointSource, LocalFirstSource, StoreSource
 from ray_goodput.checkpoint.verified import VerifiedReader
 from ray_goodput.config import StoreSpec, environment
+from ray_goodput.errors import StorageError
 from ray_goodput.storage import open_store
 from ray_goodput.storage.local import LocalStore
+from ray_goodput.storage.scratch import Scratch, sweep
 
 logger = logging.getLogger(__name__)
 
 _FILES_AT_ONCE = 4
+_PREFIX = "load-"
 
 
 class StorageReader(VerifiedReader):
@@ -37,7 +38,8 @@ class StorageReader(VerifiedReader):
     storage_options: in the spelling of s3fs.
     weights_only: refuse objects that could run code when they are loaded.
     local_dir: folder on local disk with room for what this node reads. Default: `RAY_GOODPUT_LOCAL_DIR`. Processes of a
-        node share it: each object is downloaded once, and removed when the last of them has read.
+        node share it: each object is downloaded once, and removed when the last of them has read (of killed ones: by
+        the next that reads).
 
     `dcp.load` raises what this reader found wrong inside a `CheckpointException`: ObjectNotFoundError (no complete
     checkpoint, or an object is gone) or CorruptCheckpointError (bytes were changed), before any tensor changes.
@@ -55,7 +57,7 @@ class StorageReader(VerifiedReader):
         self._spec = StoreSpec(uri=os.fspath(uri), options=dict(storage_options or {}))
         self._local_dir = Path(local_dir) if local_dir is not None else environment().local_dir / "dcp"
         self._source: CheckpointSource | None = None
-        self._cache: _SharedFolder | None = None
+        self._cache: Scratch | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -103,7 +105,14 @@ class StorageReader(VerifiedReader):
             return LocalFirstSource(record, [Path(store.uri)])
         # A folder that was written again is another checkpoint, with files of the same names.
         key = hashlib.blake2b(repr((store.uri, record)).encode(), digest_size=8).hexdigest()
-        self._cache = _SharedFolder(self._local_dir / f"load-{key}")
+        sweep(self._local_dir, _PREFIX)
+        try:
+            self._cache = Scratch(self._local_dir / f"{_PREFIX}{key}")
+        except OSError as error:
+            raise StorageError(
+                f"{self._local_dir} cannot hold what is read from {store.uri} ({error}): give "
+                "StorageReader(local_dir=...) or RAY_GOODPUT_LOCAL_DIR a folder with room for it."
+            ) from error
         return StoreSource(record, store, "", self._cache.path)
 
     def _close(self) -> None:
@@ -111,37 +120,3 @@ class StorageReader(VerifiedReader):
         if self._cache is not None:
             self._cache.close()
             self._cache = None
-
-
-class _SharedFolder:
-    """A folder of several processes that the last one removes; the kernel counts them, so a killed one does not
-    matter."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = path.with_name(f".lock-{path.name}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            self._fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
-            if _is_still(self._lock, self._fd):  # else the last user removed it just now
-                break
-            os.close(self._fd)
-        path.mkdir(exist_ok=True)
-
-    def close(self) -> None:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.path, ignore_errors=True)
-            self._lock.unlink(missing_ok=True)
-        except BlockingIOError:
-            pass  # others still read
-        finally:
-            os.close(self._fd)
-
-
-def _is_still(path: Path, fd: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(fd))
-    except FileNotFoundError:
-        return False

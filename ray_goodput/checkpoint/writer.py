@@ -11,8 +11,6 @@ import logging
 import os
 import pickle
 import re
-import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping
@@ -30,13 +28,16 @@ from torch.futures import Future
 from ray_goodput.checkpoint.objects import load_object
 from ray_goodput.config import StoreSpec, environment
 from ray_goodput.core.commit import COMMIT_NAME, METADATA_NAME, CheckpointId, CommitRecord, ObjectRecord
-from ray_goodput.errors import CheckpointError, ConfigError, CorruptCheckpointError
-from ray_goodput.storage import open_store
+from ray_goodput.errors import CheckpointError, ConfigError, CorruptCheckpointError, StorageError
+from ray_goodput.storage import ObjectStore, open_store
 from ray_goodput.storage.checksum import checksum_file, xxh3_128_hex
+from ray_goodput.storage.disk import free_bytes
+from ray_goodput.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
 _OBJECTS = MetadataIndex("ray_goodput.objects")  # the entry that carries a rank's object records to the coordinator
+_TORCH_CANNOT_WRITE = ("file write failed", "unexpected pos", "PytorchStreamWriter")
 _STEP = re.compile(r"step[-_=]?(\d+)", re.IGNORECASE)
 
 
@@ -47,7 +48,8 @@ class StorageWriter(dcp_storage.StorageWriter):
     storage_options: in the spelling of s3fs (`key`, `secret`, `endpoint_url`, ...).
     overwrite: whether a folder that holds a complete checkpoint may be written to. It holds none meanwhile.
     weights_only: refuse to save objects that could not be loaded without running code from the checkpoint.
-    local_dir: folder on local disk with room for a rank's share. Default: `RAY_GOODPUT_LOCAL_DIR`.
+    local_dir: folder on local disk with room for a rank's share, gone after the save (what a killed process left: with
+        the next save). Default: `RAY_GOODPUT_LOCAL_DIR`.
 
     Picklable, so that `async_save` may run in a process; nothing is kept open between saves.
     """
@@ -113,26 +115,27 @@ class StorageWriter(dcp_storage.StorageWriter):
         """
         if self._weights_only:
             _check_objects(plan, planner)
-        self._local_dir.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="save-", dir=self._local_dir))
-        try:
-            results = self._write_local(plan, planner, folder)
-            records = self._upload(folder, plan.storage_data)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with self._scratch() as scratch:
+            results = self._write_local(plan, planner, scratch.path)
+            records = self._upload(scratch.path, plan.storage_data)
         for result in results:
-            result.storage_data.relative_path = _object_name(plan.storage_data, result.storage_data.relative_path)
+            result.storage_data.relative_path = self._object_name(plan.storage_data, result.storage_data.relative_path)
         done: Future[list[WriteResult]] = Future()
         done.set_result([*results, WriteResult(index=_OBJECTS, size_in_bytes=0, storage_data=records)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """At the coordinator, when every rank has written: the folder becomes a checkpoint."""
+        """At the coordinator, when every rank has written: the folder becomes a checkpoint.
+
+        Raises:
+            CheckpointError: another process saved into the same folder meanwhile.
+        """
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = {r.index: r.storage_data for part in results for r in part if r.index != _OBJECTS}
         objects = [record for part in results for r in part if r.index == _OBJECTS for record in r.storage_data]
         data = pickle.dumps(metadata, protocol=4)
+        ours = {entry.name for entry in objects}
         objects.append(ObjectRecord(name=METADATA_NAME, size_bytes=len(data), xxh3_128=xxh3_128_hex(data)))
         folder = self._spec.uri.rstrip("/").rpartition("/")[2]
         record = CommitRecord(
@@ -145,33 +148,65 @@ class StorageWriter(dcp_storage.StorageWriter):
             committed_at_s=time.time(),
             extra={"written_by": "StorageWriter"},
         )
-        store = open_store(self._spec)
-        store.put(METADATA_NAME, data)
-        store.put(COMMIT_NAME, record.to_json(xxh3_128_hex))
+        store, commit = open_store(self._spec), record.to_json(xxh3_128_hex)
+        alone = _is_alone(store, ours)
+        if not (alone and store.create(METADATA_NAME, data) and store.create(COMMIT_NAME, commit)):
+            store.delete(ours)
+            raise CheckpointError(
+                f"Another process saved into {store.uri} at the same time: what this one wrote is no checkpoint. Give "
+                "each save a folder of its own, and look whether an older start of the job is still running."
+            )
+
+    def _scratch(self) -> Scratch:
+        try:
+            return Scratch.fresh(self._local_dir, "save-")
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def _no_room(self, error: Exception) -> StorageError:
+        return StorageError(
+            f"This rank's share of the checkpoint cannot be written to {self._local_dir} ({error}), where "
+            f"{free_bytes(self._local_dir) / 2**20:,.0f} MiB are free: make room there, or give "
+            "StorageWriter(local_dir=...) or RAY_GOODPUT_LOCAL_DIR a folder on a disk that has it."
+        )
 
     def _write_local(self, plan: SavePlan, planner: SavePlanner, folder: Path) -> list[WriteResult]:
         inner = FileSystemWriter(folder, sync_files=False)  # a torn local file does not outlive the save
         inner.set_up_storage_writer(False)
         (placed,) = inner.prepare_global_plan([replace(plan, storage_data=None)])
-        written: Any = inner.write_data(placed, planner)
-        return written.wait()
+        try:
+            written: Any = inner.write_data(placed, planner)
+            return written.wait()
+        except OSError as error:
+            raise self._no_room(error) from error
+        except RuntimeError as error:  # torch's file writer tells no errno
+            if not any(words in str(error) for words in _TORCH_CANNOT_WRITE):
+                raise
+            raise self._no_room(error) from error
 
     def _upload(self, folder: Path, world_rank: int) -> list[ObjectRecord]:
         store, records = open_store(self._spec), []
         for path in sorted(folder.iterdir()):
-            name = _object_name(world_rank, path.name)
+            name = self._object_name(world_rank, path.name)
             store.upload_file(name, path)
             records.append(ObjectRecord(name=name, size_bytes=path.stat().st_size, xxh3_128=checksum_file(path)))
         return records
+
+    def _object_name(self, world_rank: int, local_name: str) -> str:
+        """`__0_<n>.distcp` as the local writer named it, for this rank, and for this save: another process that saves
+        into the same folder must not change what we wrote."""
+        number = local_name.removeprefix("__0_").removesuffix(".distcp")
+        return f"__{world_rank}_{number}-{self._save_id[:8]}.distcp"
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return bool(os.fspath(checkpoint_id))
 
 
-def _object_name(world_rank: int, local_name: str) -> str:
-    """`__0_<n>.distcp` as the local writer named it, for this rank."""
-    return f"__{world_rank}_{local_name.removeprefix('__0_')}"
+def _is_alone(store: ObjectStore, ours: set[str]) -> bool:
+    """Nobody has committed in this folder, or removed what we wrote, since we began."""
+    found = {info.key for info in store.list()}
+    return ours <= found and not found & {METADATA_NAME, COMMIT_NAME}
 
 
 def _check_objects(plan: SavePlan, planner: SavePlanner) -> None:

@@ -102,7 +102,7 @@ def render(root: Path, entries: Sequence[CachedEntry], *, now_s: float) -> str:
             "yes" if entry.in_use else "",
         )
     out = io.StringIO()
-    Console(file=out, width=160).print(table)
+    Console(file=out, width=160, markup=False).print(table)
     in_use = sum(entry.in_use for entry in entries)
     total = human_bytes(sum(entry.size_bytes for entry in entries))
     return f"{out.getvalue().rstrip()}\n{len(entries)} files, {total}, {in_use} in use, in {root}"

@@ -6,8 +6,8 @@ Every object is verified against the commit record before it is used, and no pic
 from __future__ import annotations
 
 import json
+import os
 import struct
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +16,12 @@ from typing import Any
 from ray_goodput.checkpoint.folders import newest_first, problems_of, read_record
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import COMMIT_NAME, METADATA_NAME, CommitRecord
-from ray_goodput.errors import CheckpointError, ConfigError, ObjectNotFoundError
+from ray_goodput.errors import CheckpointError, ConfigError, ObjectNotFoundError, StorageError
 from ray_goodput.storage import ObjectStore, open_store
+from ray_goodput.storage.disk import free_bytes
+from ray_goodput.storage.local import local_error
 from ray_goodput.storage.open import local_path
+from ray_goodput.storage.scratch import Scratch
 
 _MODEL = "model"
 
@@ -53,8 +56,11 @@ def export_checkpoint(
         state, for `torch.load(weights_only=True)`), "dcp" (a folder for stock `dcp.load`). Needs room for the
         checkpoint in the temporary folder, and memory for what is exported.
 
+    What a killed export left beside the destination goes with the next export to the same folder.
+
     Raises:
         ConfigError: the destination exists, or is no local path.
+        StorageError: it cannot be written: no room, or no permission.
         ObjectNotFoundError: there is no such checkpoint.
         CorruptCheckpointError: its bytes were changed; nothing was written.
         CheckpointError: a tensor's type has no name in the target format.
@@ -62,24 +68,24 @@ def export_checkpoint(
     if "://" in destination and not destination.startswith("file://"):
         raise ConfigError(f"Exports are written to local paths, not to {destination}: write one, then copy it.")
     target = local_path(destination)
-    if target.exists():
-        raise ConfigError(f"{target} exists already: remove it, or give another path.")
+    if os.path.lexists(target):
+        raise _exists(target)
     store = open_store(spec)
     folder, record = _choose(store, step)
     on_total(record.size_bytes)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
-        objects = Path(scratch) / "objects"
-        _download(store, folder, record, objects, on_bytes)
-        tensors = _tensors(objects)
-        if to == "dcp":
-            for name in (path.name for path in objects.iterdir() if path.name.startswith("rank-")):
-                (objects / name).unlink()
-            objects.rename(target)
-        else:
-            written = Path(scratch) / "export"
-            tensors = _write_torch(objects, written) if to == "torch" else _write_safetensors(objects, written)
-            written.rename(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{target.parent} cannot be made a folder ({error.strerror}): give another path.") from error
+    try:
+        with Scratch.fresh(target.parent, ".export-") as scratch:
+            objects = scratch.path / "objects"
+            _download(store, folder, record, objects, on_bytes)
+            tensors = _write(objects, to, target, scratch.path / "export")
+    except FileExistsError as error:
+        raise _exists(target) from error
+    except OSError as error:
+        raise local_error("write", target, error) from error
     return Exported(
         step=record.checkpoint.step,
         folder=folder or ".",
@@ -90,9 +96,34 @@ def export_checkpoint(
     )
 
 
+def _write(objects: Path, to: str, target: Path, written: Path) -> dict[str, int]:
+    """`target` is there, whole; name -> bytes of the tensors in it. Nothing that came there meanwhile is replaced."""
+    if to == "dcp":
+        for name in (path.name for path in objects.iterdir() if path.name.startswith("rank-")):
+            (objects / name).unlink()
+        if os.path.lexists(target):
+            raise FileExistsError(target)
+        objects.rename(target)
+        return _tensors(target)
+    tensors = _write_torch(objects, written) if to == "torch" else _write_safetensors(objects, written)
+    try:
+        os.link(written, target)  # unlike a rename it replaces nothing
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        written.rename(target)
+    return tensors
+
+
+def _exists(target: Path) -> ConfigError:
+    return ConfigError(f"{target} exists already: remove it, or give another path.")
+
+
 def _choose(store: ObjectStore, step: int | None) -> tuple[str, CommitRecord]:
     try:
-        return "", read_record(store)
+        record = read_record(store)
+        if step in (None, record.checkpoint.step):
+            return "", record
     except ObjectNotFoundError:
         pass
     for folder, record in newest_first(store):
@@ -138,7 +169,11 @@ def _write_torch(objects: Path, path: Path) -> dict[str, int]:
     state: dict[str, Any] = {}
     reader = VerifiedReader(lambda name: objects / name)
     _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    torch.save(state, path)
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # its file writer tells no errno
+        free = free_bytes(path) / 2**20
+        raise StorageError(f"{path.parent} has no room for the export, {free:,.0f} MiB are free ({error}).") from error
     return _tensors(objects)
 
 

@@ -97,7 +97,10 @@ def _checkpoint_folders(store: ObjectStore) -> tuple[str, list[CheckpointId]]:
         ids = [c for c in map(CheckpointId.parse, store.list_folders(prefix.rstrip("/"))) if c is not None]
         if ids:
             return prefix, sorted(ids)
-    raise ObjectNotFoundError(f"There are no checkpoints at {store.uri}: give the folder of a run, STORAGE_PATH/RUN.")
+    raise ObjectNotFoundError(
+        f"There are no checkpoints of a run at {store.uri}: give its folder, STORAGE_PATH/RUN. Folders of other names "
+        "than step-<10 digits>-<attempt> are not removed here."
+    )
 
 
 def _idle_s(objects: Sequence[ObjectInfo], now_at_s: float) -> float | None:

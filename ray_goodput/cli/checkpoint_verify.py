@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ray_goodput.checkpoint.folders import CHECKPOINTS, FolderState, problems_of, read_record
+from ray_goodput.checkpoint.folders import CHECKPOINTS, FolderState, problems_of, read_record, still_committed
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import CheckpointId, CommitRecord
 from ray_goodput.errors import CorruptCheckpointError, ObjectNotFoundError
@@ -80,7 +80,7 @@ def render(result: Verification) -> str:
     for one in result.checkpoints:
         table.add_row("-" if one.step is None else str(one.step), one.folder, human_bytes(one.size_bytes), one.state)
     out = io.StringIO()
-    Console(file=out, width=120).print(table)
+    Console(file=out, width=120, markup=False).print(table)
     problems = [f"{one.folder}: {problem}" for one in result.checkpoints for problem in one.problems]
     return "\n".join([out.getvalue().rstrip(), *problems])
 
@@ -127,6 +127,9 @@ def _verify(
         state, problems = "corrupt", (record,)
     else:
         problems = tuple(problems_of(store, folder, record, read=True, on_bytes=on_bytes))
-        state = "corrupt" if problems else "complete"
+        if problems and still_committed(store, folder):
+            state = "corrupt"
+        elif problems:  # it was pruned while it was read
+            state, problems = "incomplete", ()
     size = record.size_bytes if isinstance(record, CommitRecord) else 0
     return Verified(folder=folder or ".", step=_step(folder, record), size_bytes=size, state=state, problems=problems)

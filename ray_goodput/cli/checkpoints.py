@@ -6,11 +6,12 @@ Object bytes are not read: sizes are compared, checksums are not.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ray_goodput.checkpoint.folders import CHECKPOINTS, FolderState, problems_of, read_record
+from ray_goodput.checkpoint.folders import CHECKPOINTS, FolderState, problems_of, read_record, still_committed
 from ray_goodput.clock import Clock, SystemClock
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.commit import COMMIT_NAME, CheckpointId, CommitRecord
@@ -38,7 +39,8 @@ class CheckpointRow:
 
 
 def list_checkpoints(spec: StoreSpec, *, clock: Clock | None = None) -> list[CheckpointRow]:
-    """The checkpoints of the run whose folder is `spec` (or of that run's `checkpoints` folder), newest first.
+    """The checkpoints of the run whose folder is `spec` (or of that run's `checkpoints` folder), newest first. Where no
+    folder is named as a run names them (`rg.StorageWriter`): all with a commit record, the last one committed first.
 
     Raises:
         ObjectNotFoundError: there is no checkpoint folder at all.
@@ -47,17 +49,22 @@ def list_checkpoints(spec: StoreSpec, *, clock: Clock | None = None) -> list[Che
     clock = clock or SystemClock()
     store = open_store(spec)
     for prefix in (CHECKPOINTS, ""):
-        ids = [i for i in map(CheckpointId.parse, store.list_folders(prefix)) if i is not None]
+        names = store.list_folders(prefix)
+        ids = [i for i in map(CheckpointId.parse, names) if i is not None]
         if ids:
-            return [_row(store, prefix, i, clock) for i in sorted(ids, reverse=True)]
+            return [_row(store, f"{prefix}/{i.folder}".lstrip("/"), i, clock) for i in sorted(ids, reverse=True)]
+        roots = [f"{prefix}/{name}".lstrip("/") for name in names]
+        rows = [_row(store, root, None, clock) for root in roots if still_committed(store, root)]
+        if rows:
+            return sorted(rows, key=lambda row: math.inf if row.age_s is None else row.age_s)
     raise ObjectNotFoundError(
         f"There are no checkpoints at {store.uri}: give the folder of a run, STORAGE_PATH/RUN, which has a folder "
         "named checkpoints once the first save has begun."
     )
 
 
-def _row(store: ObjectStore, prefix: str, checkpoint: CheckpointId, clock: Clock) -> CheckpointRow:
-    root = f"{prefix}/{checkpoint.folder}".lstrip("/")
+def _row(store: ObjectStore, root: str, checkpoint: CheckpointId | None, clock: Clock) -> CheckpointRow:
+    """`checkpoint`: what the folder's name says; without it the record tells."""
     record: CommitRecord | None = None
     state: FolderState = "complete"
     reason = ""
@@ -68,7 +75,11 @@ def _row(store: ObjectStore, prefix: str, checkpoint: CheckpointId, clock: Clock
     except CorruptCheckpointError as error:
         state, reason = "corrupt", str(error)
     if record is not None and (problems := problems_of(store, root, record, read=False)):
-        state, reason = "corrupt", problems[0]
+        if still_committed(store, root):
+            state, reason = "corrupt", problems[0]
+        else:
+            state, reason = "incomplete", "it is being removed"
+    checkpoint = checkpoint or (record.checkpoint if record is not None else CheckpointId(0, 0))
     return CheckpointRow(
         step=checkpoint.step,
         attempt=checkpoint.attempt,
@@ -86,9 +97,13 @@ def render(rows: Sequence[CheckpointRow]) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("step", "attempt", "world", "size", "age", "state", box=None, pad_edge=False)
-    for row in rows:
+    names = [row.folder.rpartition("/")[2] for row in rows]
+    own_names = any(CheckpointId.parse(name) is None for name in names)
+    first = ["folder"] if own_names else []
+    table = Table(*first, "step", "attempt", "world", "size", "age", "state", box=None, pad_edge=False)
+    for name, row in zip(names, rows, strict=True):
         table.add_row(
+            *([name] if own_names else []),
             str(row.step),
             str(row.attempt),
             "-" if row.world_size is None else str(row.world_size),
@@ -97,7 +112,7 @@ def render(rows: Sequence[CheckpointRow]) -> str:
             row.state if not row.reason else f"{row.state}: {row.reason}",
         )
     out = io.StringIO()
-    Console(file=out, width=120).print(table)
+    Console(file=out, width=120, markup=False).print(table)
     return out.getvalue().rstrip()
 
 

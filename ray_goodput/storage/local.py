@@ -106,7 +106,7 @@ class LocalStore(BaseStore):
 
         def scan() -> list[str]:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._root / folder) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir())
+                return sorted(entry.name for entry in entries if _leads_somewhere(entry) and entry.is_dir())
             return []
 
         return self._call("list_folders", folder, scan)
@@ -244,6 +244,17 @@ def _info(key: str, stat: os.stat_result) -> ObjectInfo:
     )
 
 
+def _leads_somewhere(entry: os.DirEntry[str]) -> bool:
+    """False for a link in a circle; one to what is not there is neither file nor folder anyway."""
+    try:
+        entry.is_dir()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
+    return True
+
+
 def _walk(folder: Path, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[ObjectInfo]:
     """Objects below `folder`, in any order; links to folders are followed unless they lead back up."""
     try:
@@ -255,6 +266,8 @@ def _walk(folder: Path, prefix: str, above: frozenset[tuple[int, int]]) -> Itera
     for entry in entries:
         # An entry may vanish meanwhile: then it is no object any more.
         with contextlib.suppress(FileNotFoundError):
+            if not _leads_somewhere(entry):
+                continue
             if entry.is_dir():
                 inner = entry.stat()
                 if (inner.st_dev, inner.st_ino) not in here:

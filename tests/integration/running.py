@@ -99,13 +99,6 @@ class Job:
         """At least one checkpoint of `attempt` or a later one is committed, seen from outside."""
         self._until(lambda: any(c.attempt >= attempt for c in self.commits()), "no commit", timeout_s)
 
-    def wait_for_log(self, words: str, timeout_s: float = 120.0) -> None:
-        """The driver has printed these words, or has ended."""
-        deadline = time.monotonic() + timeout_s
-        while words not in self.log and self.process.poll() is None:
-            assert time.monotonic() < deadline, self.log[-6000:]
-            time.sleep(0.1)
-
     def commits(self) -> list[CheckpointId]:
         """What is committed, seen from outside."""
         keys = [info.key.split("/") for info in open_store(self.spec).list("checkpoints")]

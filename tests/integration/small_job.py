@@ -194,7 +194,6 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--every-local", type=int, default=None)
     parser.add_argument("--peer-copies", type=int, default=0)
-    parser.add_argument("--max-durable-age", default=None, help="after which the run stops")
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--seed", type=int, default=3, help="of the sample order")
@@ -248,12 +247,7 @@ def main() -> None:
             )
         },
         checkpoint=rg.CheckpointConfig(
-            every=args.every,
-            every_local=args.every_local,
-            peer_copies=args.peer_copies,
-            when_full="wait",
-            max_durable_age=args.max_durable_age,
-            on_durable_age="stop",
+            every=args.every, every_local=args.every_local, peer_copies=args.peer_copies, when_full="wait"
         ),
         watchdog=rg.WatchdogConfig(hang_after_s=args.hang_after, actor_silent_after_s=args.hang_after / 2),
         failure=rg.FailureBudget(max_failures_without_progress=args.max_failures, max_wait_for_workers_s=args.max_wait),

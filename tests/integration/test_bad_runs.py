@@ -1,15 +1,12 @@
 """What only shows once workers run: each ends the run with one clear sentence, without a retry, and loses nothing."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from ray_goodput.cli.app import app
-from ray_goodput.cli.demo_cluster import DemoCluster
 from running import Finished, Job, ray_job
-from servers import JuiceFSGateway
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -59,25 +56,6 @@ def test_workers_that_cannot_be_had_end_the_run_after_the_limit(job: StartJob) -
     outcome = failed(job("too-many", "--workers", "9", "--max-wait", "3")).outcome
     assert outcome["error"] == "WorkersUnavailableError"
     assert all(part in outcome["message"] for part in ("9 worker(s) are needed", "room for 3", "num_workers"))
-
-
-def test_a_run_whose_storage_goes_away_ends_after_the_limit_with_its_last_step_on_the_nodes(
-    job: StartJob, cluster: DemoCluster, tmp_path: Path
-) -> None:
-    with JuiceFSGateway(tmp_path / "gateway") as gateway:
-        storage = {"storage": f"{gateway.uri}/runs", "storage_options": gateway.storage_options}
-        running = job("away", "--epochs", "99", "--max-durable-age", "3s", **storage)
-        running.wait_for_commit()
-        gateway.kill()
-        running.wait_for_log("the run stopped after step")
-        gateway.start()  # what is left to do ends sooner then
-        outcome = failed(running).outcome
-    assert outcome["error"] == "DurableAgeError" and "lies on the nodes' disks" in outcome["message"]
-    last = int(outcome["message"].partition("the run stopped after step ")[2].partition(".")[0])
-    notes = [
-        note for node in cluster.local_dirs for note in node.glob(f"runs/*/checkpoints/step-{last:010d}-1/.held-*")
-    ]
-    assert {note.name for note in notes} == {".held-00000.json", ".held-00001.json"}
 
 
 def test_a_job_submitted_to_a_cluster_ends_well_and_its_log_shows_the_goodput_table(

@@ -88,6 +88,19 @@ def test_other_folders_are_not_taken_for_checkpoints(tmp_path: Path) -> None:
     assert listed(tmp_path) == [(20, 0, "complete")]
 
 
+def test_folders_that_a_user_named_are_listed_by_name_the_last_one_committed_first(tmp_path: Path) -> None:
+    for step, name in ((1, "epoch-1"), (2, "best [so far]")):
+        write_checkpoint(tmp_path / "old", step, committed_at_s=NOW - 100 / step).rename(tmp_path / name)
+    (tmp_path / "best [so far]" / "__0_0.distcp").unlink()
+    (tmp_path / "half written").mkdir()
+    rows = list_checkpoints(StoreSpec(uri=str(tmp_path)), clock=ManualClock(at_s=NOW))
+    assert [(row.folder, row.step, row.state) for row in rows] == [
+        ("best [so far]", 2, "corrupt"),
+        ("epoch-1", 1, "complete"),
+    ]
+    assert "epoch-1" in render(rows) and "best [so far]" in render(rows)
+
+
 def test_a_place_without_checkpoints_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFoundError, match="STORAGE_PATH/RUN"):
         list_checkpoints(StoreSpec(uri=str(tmp_path / "nowhere")))

@@ -153,6 +153,8 @@ def test_a_link_that_leads_back_up_does_not_make_the_listing_endless(tmp_path: P
     (tmp_path / "elsewhere" / "y").write_bytes(b"2")
     (tmp_path / "root" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "root" / "dangling").symlink_to(tmp_path / "nothing")
+    (tmp_path / "root" / "circle").symlink_to(tmp_path / "root" / "circle")
+    assert store.list_folders() == ["a", "linked"]
     assert [info.key for info in store.list()] == ["a/x", "linked/y"]
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import resource
+import shutil
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import ray_goodput as rg
+from ray_goodput.checkpoint import folders
 from ray_goodput.core.commit import COMMIT_NAME
-from ray_goodput.errors import CheckpointError, ConfigError, CorruptCheckpointError, ObjectNotFoundError
+from ray_goodput.errors import CheckpointError, ConfigError, CorruptCheckpointError, ObjectNotFoundError, StorageError
+from ray_goodput.storage.faults import FaultyStore
 from ray_goodput.storage.local import LocalStore
 from servers import JuiceFSGateway
 
@@ -69,6 +74,17 @@ def load(uri: Any, **options: Any) -> dict[str, Any]:
     return state
 
 
+@contextmanager
+def file_size_limit(size_bytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond that: what a full disk is to a writer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def cause(raised: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
     (wrapped,) = raised.value.failures.values()
     return wrapped[0]
@@ -78,6 +94,12 @@ def flip(path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 0x10
     path.write_bytes(data)
+
+
+def tensors_of(folder: Path) -> Path:
+    """The one file of tensors of a checkpoint of one rank."""
+    (path,) = folder.glob("__0_0-*.distcp")
+    return path
 
 
 def test_what_was_saved_is_loaded_by_our_reader_and_by_the_stock_one(tmp_path: Path, local_dir: Path) -> None:
@@ -137,7 +159,7 @@ def test_a_reader_may_be_used_again_after_the_folder_changed(tmp_path: Path) -> 
 
 def test_a_flipped_byte_is_found_before_any_tensor_changes(tmp_path: Path) -> None:
     save(make_state(1), tmp_path / "c")
-    flip(tmp_path / "c" / "__0_0.distcp", -700)
+    flip(tensors_of(tmp_path / "c"), -700)
     state, before = make_state(99), make_state(99)
     with pytest.raises(CheckpointException) as raised:
         dcp_load(state, storage_reader=rg.StorageReader(tmp_path / "c"))
@@ -169,20 +191,101 @@ def test_a_save_that_fails_anywhere_leaves_no_checkpoint_and_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_dir: Path, where: str
 ) -> None:
     with monkeypatch.context() as patch:
-        put = LocalStore.put
+        create = LocalStore.create
 
-        def refuse(self: LocalStore, key: str, *args: Any, **kwargs: Any) -> None:
+        def refuse(self: LocalStore, key: str, *args: Any, **kwargs: Any) -> bool:
             if where == "upload_file" or key == {"metadata": ".metadata", "commit": COMMIT_NAME}[where]:
                 raise ConfigError("refused")
-            put(self, key, *args, **kwargs)
+            return create(self, key, *args, **kwargs)
 
-        patch.setattr(LocalStore, "upload_file" if where == "upload_file" else "put", refuse)
+        patch.setattr(LocalStore, "upload_file" if where == "upload_file" else "create", refuse)
         with pytest.raises(CheckpointException):
             save(make_state(1), tmp_path / "c" / "step-1")
     assert rg.latest_complete(tmp_path / "c") is None
-    assert list(local_dir.rglob("save-*")) == []
+    assert list(local_dir.rglob("*save-*")) == []
     save(make_state(2), tmp_path / "c" / "step-1")
     assert same(load(tmp_path / "c" / "step-1"), make_state(2))
+
+
+@pytest.mark.parametrize("first_to_finish", ["the earlier", "the later"])
+def test_of_two_saves_into_one_folder_at_once_the_later_is_whole_and_the_earlier_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_to_finish: str
+) -> None:
+    finish = rg.StorageWriter.finish
+    ready: list[Any] = []
+
+    def told() -> None:
+        writer, args = ready[0]
+        with pytest.raises(CheckpointError, match="Another process saved"):
+            finish(writer, **args)
+
+    def finish_in_turn(self: Any, **args: Any) -> None:
+        ready.append((self, args))
+        if len(ready) == 1:  # all its objects are written: now the later save begins, and ends
+            save(make_state(2), tmp_path / "c")
+        elif first_to_finish == "the earlier":
+            told()
+        if len(ready) == 2 and self is ready[1][0]:
+            return finish(self, **args)
+        if first_to_finish == "the later":
+            told()
+        return None
+
+    monkeypatch.setattr(rg.StorageWriter, "finish", finish_in_turn)
+    save(make_state(1), tmp_path / "c")
+    assert rg.latest_complete(tmp_path, verify=True) == f"{tmp_path}/c"
+    assert same(load(tmp_path / "c"), make_state(2))
+    assert len(list((tmp_path / "c").iterdir())) == 3, "what the earlier one wrote is gone"
+
+
+def test_a_disk_that_is_full_is_one_sentence_and_leaves_nothing(tmp_path: Path, local_dir: Path) -> None:
+    with file_size_limit(20_000), pytest.raises(CheckpointException) as raised:
+        save({"big": torch.zeros(100_000)}, tmp_path / "c")
+    message = str(cause(raised))
+    assert isinstance(cause(raised), StorageError) and "\n" not in message
+    assert all(part in message for part in (str(local_dir), "MiB are free", "RAY_GOODPUT_LOCAL_DIR"))
+    assert rg.latest_complete(tmp_path) is None and list(local_dir.rglob("*save-*")) == []
+    save(make_state(1), tmp_path / "c")
+    assert same(load(tmp_path / "c"), make_state(1))
+
+
+def test_a_storage_that_goes_away_while_it_is_verified_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        save(make_state(step), tmp_path / f"step-{step}")
+    ill: dict[str, str] = {}
+
+    def strike(op: str, key: str, n: int) -> None:
+        if op in ill and ill[op] in key:
+            raise StorageError("503 Slow down")
+
+    store = FaultyStore(LocalStore(tmp_path), before=strike)
+    monkeypatch.setattr(folders, "open_store", lambda spec: store)
+    ill |= {"get_range": "", "head": ""}
+    with pytest.raises(StorageError, match="503"):
+        rg.latest_complete(tmp_path, verify=True)  # not the older one, and not None: that would start from scratch
+    del ill["head"]
+    ill["get_range"] = "step-2"  # that object alone cannot be read
+    assert rg.latest_complete(tmp_path, verify=True) == f"{tmp_path}/step-1"
+    assert "step-2 is passed over" in caplog.text and "cannot be read: 503" in caplog.text
+
+
+def test_checkpoints_that_a_living_run_prunes_meanwhile_are_passed_over_for_its_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(make_state(1), tmp_path / "step-1")
+    moved: list[str] = []
+
+    def go_on(op: str, key: str, n: int) -> None:
+        if op == "get_range" and not moved:  # its bytes are being read
+            moved.append(key)
+            save(make_state(2), tmp_path / "step-2")
+            shutil.rmtree(tmp_path / "step-1")
+
+    store = FaultyStore(LocalStore(tmp_path), before=go_on)
+    monkeypatch.setattr(folders, "open_store", lambda spec: store)
+    assert rg.latest_complete(tmp_path, verify=True) == f"{tmp_path}/step-2"
 
 
 def test_objects_that_would_run_code_are_refused_when_saved_unless_trusted(tmp_path: Path) -> None:
@@ -208,11 +311,17 @@ def test_the_newest_complete_checkpoint_is_found_whatever_the_folders_are_called
     assert rg.latest_complete(tmp_path) is None
     for name in ("2026-11-30", "2026-12-01", "2026-12-02"):
         save(make_state(1), tmp_path / name)
-    (tmp_path / "2026-12-02" / "__0_0.distcp").unlink()
+    tensors_of(tmp_path / "2026-12-02").unlink()
     (tmp_path / "2026-12-03").mkdir()
-    flip(tmp_path / "2026-12-01" / "__0_0.distcp", 100)
+    flip(tensors_of(tmp_path / "2026-12-01"), 100)
     assert rg.latest_complete(tmp_path) == f"{tmp_path}/2026-12-01"
     assert rg.latest_complete(str(tmp_path), verify=True) == f"{tmp_path}/2026-11-30"
+
+
+def test_a_file_url_with_letters_that_urls_escape_leads_back_to_its_folder(tmp_path: Path) -> None:
+    save(make_state(1), tmp_path / "100%25 done")
+    found = rg.latest_complete(tmp_path.as_uri())
+    assert found is not None and same(load(found), make_state(1))
 
 
 def test_the_folders_of_a_run_are_ordered_by_step_and_attempt(tmp_path: Path) -> None:
