@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import ray_goodput as rg
 from fault.crash_points import dying, start_process
@@ -31,7 +32,7 @@ def state_of(value: int) -> dict[str, Any]:
 
 def save(spec: StoreSpec, folder: str, value: int, local: Path, *, overwrite: bool = False) -> None:
     uri, options = f"{spec.uri}/{folder}", {"storage_options": spec.options, "local_dir": local}
-    dcp.save(state_of(value), storage_writer=rg.StorageWriter(uri, overwrite=overwrite, **options), no_dist=True)
+    dcp_save(state_of(value), storage_writer=rg.StorageWriter(uri, overwrite=overwrite, **options), no_dist=True)
 
 
 def newest(spec: StoreSpec, local: Path) -> tuple[str, int]:
@@ -40,7 +41,7 @@ def newest(spec: StoreSpec, local: Path) -> tuple[str, int]:
     assert uri is not None, "no complete checkpoint is left"
     state = state_of(0)
     reader = rg.StorageReader(uri, storage_options=spec.options, local_dir=local)
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    dcp_load(state, storage_reader=reader, no_dist=True)
     value = state["steps"]
     assert torch.equal(state["weight"], state_of(value)["weight"]), "the state is mixed from two saves"
     return uri.rpartition("/")[2], value
