@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--brake", default=None, help="file without which steps take no time")
     parser.add_argument("--fail-once-at", type=int, nargs="*", default=[], help="steps that raise the first time")
     parser.add_argument("--max-wait", type=float, default=1800.0, help="seconds for which workers are waited for")
+    parser.add_argument("--replacement-wait", type=float, default=None, help="seconds a lost node's replacement takes")
     parser.add_argument("--augment", action="store_true", help="and log, beside the pids, what each rank trained on")
     parser.add_argument("--mixture", action="store_true", help="of two datasets")
     parser.add_argument("--mlflow", default=None, help="tracking URI")
@@ -250,7 +251,11 @@ def main() -> None:
             every=args.every, every_local=args.every_local, peer_copies=args.peer_copies, when_full="wait"
         ),
         watchdog=rg.WatchdogConfig(hang_after_s=args.hang_after, actor_silent_after_s=args.hang_after / 2),
-        failure=rg.FailureBudget(max_failures_without_progress=args.max_failures, max_wait_for_workers_s=args.max_wait),
+        failure=rg.FailureBudget(
+            max_failures_without_progress=args.max_failures,
+            max_wait_for_workers_s=args.max_wait,
+            replacement_wait_s=args.replacement_wait,
+        ),
         mlflow=rg.MlflowConfig(tracking_uri=args.mlflow, experiment="small jobs") if args.mlflow else None,
         storage_options=args.storage_options,
         reproducible=args.reproducible,
