@@ -34,11 +34,13 @@ def latest_complete(
     verify: also read every object and compare checksums; a damaged checkpoint is said in the log and passed over.
 
     Raises:
-        StorageError: the storage cannot be read.
+        StorageError: the storage cannot be read, or no checkpoint is whole and some could not be read: that may pass,
+            and None would mean starting from scratch.
     """
     uri = os.fspath(root).rstrip("/")
     store = open_store(StoreSpec(uri=uri, options=dict(storage_options or {})))
     seen: set[str] = set()
+    unread: list[str] = []
     while found := [(folder, record) for folder, record in newest_first(store) if folder not in seen]:
         for folder, record in found:
             problems = problems_of(store, folder, record, read=verify)
@@ -46,7 +48,16 @@ def latest_complete(
                 return f"{uri}/{quote(folder) if uri.startswith('file://') else folder}"
             logger.warning("Checkpoint %s/%s is passed over: %s", uri, folder, problems[0])
             seen.add(folder)  # a run that goes on may have pruned these, and committed newer ones: look again
+            unread += [problem for problem in problems if isinstance(problem, _Unreadable)]
+    if unread:
+        raise StorageError(
+            f"{uri} has no whole checkpoint, and {len(unread)} object(s) that cannot be read: {unread[0]}"
+        )
     return None
+
+
+class _Unreadable(str):
+    """A problem that the storage may have, rather than the object."""
 
 
 def still_committed(store: ObjectStore, folder: str) -> bool:
@@ -136,15 +147,15 @@ def _why_unreadable(store: ObjectStore, key: str, entry: ObjectRecord, error: St
     Raises:
         StorageError: the storage does not answer even when only asked for the object's size.
     """
-    if not isinstance(error, ObjectNotFoundError):
-        if store.head(key).size_bytes != entry.size_bytes:
-            return f"{entry.name} was changed while it was read."
-        try:
-            if _checksum(store, key, entry.size_bytes, lambda done: None) == entry.xxh3_128:
-                return None
-        except StorageError as again:
-            error = again
-    return f"{entry.name} cannot be read: {error}"
+    if isinstance(error, ObjectNotFoundError):
+        return f"{entry.name} is gone."
+    if store.head(key).size_bytes != entry.size_bytes:
+        return f"{entry.name} was changed while it was read."
+    try:
+        whole = _checksum(store, key, entry.size_bytes, lambda done: None) == entry.xxh3_128
+    except StorageError as again:
+        return _Unreadable(f"{entry.name} cannot be read: {again}")
+    return None if whole else f"{entry.name} has another checksum than was committed: bytes were changed."
 
 
 def _record_or_none(store: ObjectStore, folder: str) -> CommitRecord | None:

@@ -269,6 +269,9 @@ def test_a_storage_that_goes_away_while_it_is_verified_is_no_damage(
     ill["get_range"] = "step-2"  # that object alone cannot be read
     assert rg.latest_complete(tmp_path, verify=True) == f"{tmp_path}/step-1"
     assert "step-2 is passed over" in caplog.text and "cannot be read: 503" in caplog.text
+    ill["get_range"] = ""
+    with pytest.raises(StorageError, match=r"no whole checkpoint, and 4 object\(s\).*503"):
+        rg.latest_complete(tmp_path, verify=True)
 
 
 def test_checkpoints_that_a_living_run_prunes_meanwhile_are_passed_over_for_its_newer_ones(
