@@ -13,6 +13,7 @@ from ray_goodput.cli.demo_cluster import DemoCluster
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from mlflow_server import MlflowServer
 from running import Finished, Job
 from small_job import write_data
 
@@ -23,6 +24,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     write_data(folder)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rays_own_watcher(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ray's watcher of nodes that go, an actor in each attempt that only flags workers, is on where nodes are drained
+    (`DRAINS_NODES` of the module) and off elsewhere: it takes 1.5 s of a core while a run starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not getattr(request.module, "DRAINS_NODES", False):
+            patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +67,15 @@ def job(cluster: DemoCluster, data: Path, tmp_path_factory: pytest.TempPathFacto
     for one in started:
         if one.process.poll() is None:
             one.kill()
+
+
+@pytest.fixture(scope="session")
+def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    """A real server for the whole session: look for runs of your own by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        with MlflowServer(tmp_path_factory.mktemp("mlflow")) as server:
+            yield server
 
 
 @pytest.fixture(scope="module")

@@ -246,8 +246,8 @@ def main() -> int:
                     continue
                 epochs = max(epochs_of(cells) for cells in groups)
                 say(f"{arm}: {sum(map(len, groups))} cells, {epochs} epochs")
-                arguments = (*ARMS[arm].arguments, "--epochs", str(epochs))
-                whole = start_job(f"{arm}-whole", *arguments, "--step-s", "0").succeed(UNDISTURBED_S)
+                arguments = (*ARMS[arm].arguments, "--epochs", str(epochs), "--step-s", "0", "--every", "1000")
+                whole = start_job(f"{arm}-whole", *arguments).succeed(UNDISTURBED_S)  # saves change no step
                 for cells in groups:
                     name = f"{arm}-{cells[0].kind.value}"
                     ran = run_cells(cluster, start_job, name, cells, whole, epochs=epochs, say=say)

@@ -281,6 +281,9 @@ def main() -> None:
     except Exception as error:
         outcome = {"error": type(error).__name__, "message": str(error)}
         raise
+    except SystemExit as leaving:
+        outcome = {"exit_code": leaving.code}
+        raise
     finally:
         stop.set()
         if result is not None:

@@ -17,6 +17,7 @@ from running import Job
 from small_job import train_data
 
 pytestmark = pytest.mark.timeout(500)
+DRAINS_NODES = True
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -28,7 +27,6 @@ from ray_goodput.cli.demo_cluster import DemoCluster
 from ray_goodput.goodput.ledger import Ledger
 from ray_goodput.goodput.metrics import METRICS
 from ray_goodput.goodput.run_files import RunReader
-from ray_goodput.storage import open_store
 from running import Finished, Job
 from servers import free_port
 
@@ -110,13 +108,6 @@ class Prometheus:
     def close(self) -> None:
         self._process.kill()
         self._process.wait(10)
-
-
-@pytest.fixture(scope="module")
-def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
-    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-    with MlflowServer(tmp_path_factory.mktemp("mlflow")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -230,62 +221,3 @@ def test_the_doctor_looks_at_every_node_of_the_cluster_and_at_the_run(cluster: D
         "the node's own folder"
     )
     assert checks["driver"]["level"] == "ok" and checks["storage"]["level"] == "ok"
-
-
-def test_after_three_restarts_there_is_one_mlflow_run_that_never_steps_back_and_has_the_right_status(
-    job: Callable[..., Job], mlflow: MlflowServer
-) -> None:
-    """A worker killed, the driver stopped by SIGTERM, the driver killed: what each driver leaves behind in MLflow."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(mlflow.uri)
-    arguments = ("--mlflow", mlflow.uri, "--epochs", "3", "--step-s", "0.15")
-
-    def the_run() -> Any:
-        experiment = client.get_experiment_by_name("small jobs")
-        assert experiment is not None
-        (run,) = client.search_runs([experiment.experiment_id], "attributes.run_name = 'restarts'")
-        return run
-
-    def attempts_shown() -> set[float]:
-        return {m.value for m in client.get_metric_history(the_run().info.run_id, "train/attempt")}
-
-    first = job("restarts", *arguments, "--kill", "4")
-    _wait_for_commit_of(first, attempt=2)
-    first.process.send_signal(signal.SIGTERM)
-    assert first.wait().code == 128 + signal.SIGTERM
-    assert the_run().info.status == "KILLED"
-
-    second = job("restarts", *arguments)
-    _wait_for_commit_of(second, attempt=3)
-    deadline = time.monotonic() + 60
-    while 3.0 not in attempts_shown():  # what a killed driver had not sent yet is not in MLflow
-        assert time.monotonic() < deadline, second.log[-6000:]
-        time.sleep(0.2)
-    second.kill()
-    assert the_run().info.status == "RUNNING", "nobody is left who could say that it ended"
-
-    third = job("restarts", *arguments).succeed()
-    run = the_run()
-    assert run.info.status == "FINISHED" and run.info.end_time is not None
-    goodput = third.outcome["goodput"]
-    assert [a["attempt"] for a in goodput["attempts"]] == [1, 2, 3, 4]
-    assert [i["kind"] for i in goodput["incidents"]] == ["worker", "driver"]
-    for name in run.data.metrics:
-        if name.startswith("goodput/") or name == "fetch_seconds":
-            points = sorted(client.get_metric_history(run.info.run_id, name), key=lambda m: m.timestamp)
-            steps = [m.step for m in points]
-            assert steps == sorted(steps), name
-    assert run.data.metrics["fetch_seconds"] == pytest.approx(goodput["buckets_s"]["data_wait"] / 2)
-    assert attempts_shown() == {1.0, 2.0, 3.0, 4.0}
-
-
-def _wait_for_commit_of(running: Job, *, attempt: int, timeout_s: float = 120.0) -> None:
-    """The ledger in storage knows a commit of this attempt, or of a later one."""
-    store, deadline = open_store(running.spec), time.monotonic() + timeout_s
-    told = b""
-    while not any(json.loads(line)["attempt"] >= attempt for line in told.splitlines() if b'"commit"' in line):
-        assert running.process.poll() is None, running.log[-6000:]
-        assert time.monotonic() < deadline, f"no commit of attempt {attempt}:\n{running.log[-6000:]}"
-        time.sleep(0.2)
-        told = b"".join(store.get(info.key) for info in store.list("ledger"))
