@@ -34,12 +34,14 @@ def cluster() -> Iterator[DemoCluster]:
         cluster.close()
 
 
-def test_a_sigterm_to_a_worker_and_the_drain_of_rank_0s_node_lose_no_step(
-    cluster: DemoCluster, job: Callable[..., Job]
+def test_two_notices_and_a_node_that_comes_lose_no_step_and_change_none_of_a_mixture(
+    cluster: DemoCluster, job: Callable[..., Job], data: Path
 ) -> None:
-    """With a failure budget of 0, and no save but those that the notices ask for."""
+    """A SIGTERM to a worker, and the drain of rank 0's node. With a failure budget of 0, and no save but those that the
+    notices and the growth ask for."""
     run = job(
         *("noticed", "--workers", "2:3", "--step-s", "1", "--brake", "--max-failures", "0", "--every", "1000"),
+        *("--resize-s", "2", "--epochs", "6", "--mixture", "--augment"),
     )
     os.kill(run.pid(1, 2), signal.SIGTERM)
     drained = run.pid(2, 0)
@@ -47,32 +49,17 @@ def test_a_sigterm_to_a_worker_and_the_drain_of_rank_0s_node_lose_no_step(
     run.pid(3, 0)  # the run goes on while the node still lives
     if psutil.pid_exists(drained):
         cluster.kill_node_of(drained)
+    cluster.add_node()
+    run.pid(4, 2)
     run.release_brake()
     finished = run.succeed()
     attempts = finished.outcome["goodput"]["attempts"]
-    assert [(a["world"], a["outcome"]) for a in attempts] == [(3, "drain"), (3, "drain"), (2, "finished")]
+    assert [a["world"] for a in attempts] == [3, 3, 2, 3]
+    first, second, _, last = (a["outcome"] for a in attempts)
+    assert (first, second, last) == ("drain", "drain", "finished")
     resumed = [step for _, step, _ in finished.outcome["resumes"]]
-    assert resumed == [0, attempts[0]["last_step"], attempts[1]["last_step"]], "a step was lost"
-    found = finished.audit()
-    assert (found.repeated, found.skipped) == (0, 0)
-
-
-def test_a_node_that_comes_is_taken_in_after_a_save_and_changes_no_step_of_a_mixture(
-    cluster: DemoCluster, job: Callable[..., Job], data: Path
-) -> None:
-    """One node more than there were; no save but the one that the growth asks for."""
-    run = job(
-        *("growing", "--workers", "2:4", "--step-s", "1.5", "--brake", "--resize-s", "2"),
-        *("--every", "1000", "--epochs", "6", "--mixture", "--augment"),
-    )
-    run.pid(1, 0)
-    cluster.add_node()
-    run.pid(2, 0)
-    run.release_brake()
-    finished = run.succeed()
-    first, second = [a["world"] for a in finished.outcome["goodput"]["attempts"]]
-    assert second == first + 1
-    assert finished.outcome["resumes"][1][1] > 0, "it grew without a save"
+    assert resumed[:3] == [0, attempts[0]["last_step"], attempts[1]["last_step"]], "a step was lost"
+    assert resumed[3] > resumed[2], "it grew without a save"
     assert finished.audit().repeated == finished.audit().skipped == 0
     mixed = train_data(str(data), seed=3, augmented=True, mixture=True)
     assert trained_on(finished.pids, finished.outcome["resumes"]) == unbroken(mixed, data, epochs=6)
