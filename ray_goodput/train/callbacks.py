@@ -38,7 +38,7 @@ _END_TIMEOUT_S = 60.0
 
 logger = logging.getLogger(__name__)
 
-_TELL_EVERY_S = 20.0
+_TELL_EVERY_S = 2.0  # a coordinator without the processes can neither find a hang nor end it
 
 
 def _never_raises(hook: Callable[..., Any]) -> Callable[..., Any]:

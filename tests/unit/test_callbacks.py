@@ -59,3 +59,22 @@ def test_the_handles_that_keep_living_actors_are_kept_and_those_of_dead_ones_rep
     hooks.before_init_train_context(workers)
     assert hooks._node_actors["n"] == [Handle("vault:n-3", True), Handle("cache:n-2", True)]
     assert all(handle.owns for handle in hooks._node_actors["n"])
+
+
+def test_a_coordinator_that_was_restarted_hears_within_two_seconds_who_trains(
+    actors: Actors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    told: list[Any] = []
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: now))
+    calls = {name: SimpleNamespace(remote=lambda *args: None) for name in ("group_allocated", "train_run")}
+    calls["group_lives"] = SimpleNamespace(remote=told.append)
+    monkeypatch.setattr(GoodputCallback, "_coordinator", lambda self: SimpleNamespace(**calls))
+    spec: Any = SimpleNamespace(key="run")
+    hooks, workers = GoodputCallback(spec), [WorkerInfo(world_rank=0, pid=1, node_id="n", node_ip="10.0.0.1")]
+    hooks.before_init_train_context(workers)
+    hooks.after_worker_group_poll_status(None)
+    told.clear()  # by a life of the coordinator that has just ended
+    now += 2.0
+    hooks.after_worker_group_poll_status(None)
+    assert told == [workers]
