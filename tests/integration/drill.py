@@ -59,7 +59,8 @@ class Drill:
         self._leash(self._limit)
         self._step_log = cluster.local_dirs[0] / f"{name}-steps.jsonl"
         self._start = lambda: start_job(
-            name, "--every", str(EVERY), "--max-failures", "20", "--step-log", str(self._step_log), *arguments
+            *(name, "--every", str(EVERY), "--max-failures", "20", "--step-log", str(self._step_log), "--brake"),
+            *arguments,
         )
         self.job = self._start()
         self._run = self._find(name)
@@ -97,10 +98,11 @@ class Drill:
         return Recovered(strike, first["at_s"] - strike.at_s)
 
     def finish(self) -> Any:
-        """The leash is gone and the run has ended well."""
+        """The leash is gone, what is left of the run takes little time, and it has ended well."""
         for local_dir in self._cluster.local_dirs:
             for path in (local_dir / "drills" / "rules").glob("leash-*.json"):
                 path.unlink()
+        self.job.release_brake()
         return self.job.succeed()
 
     def steps(self) -> list[dict[str, Any]]:
