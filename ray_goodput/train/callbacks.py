@@ -39,6 +39,7 @@ _END_TIMEOUT_S = 60.0
 logger = logging.getLogger(__name__)
 
 _TELL_EVERY_S = 2.0  # a coordinator without the processes can neither find a hang nor end it
+_TOLD_PER_S = 100.0  # processes; of more than 200 it hears more seldom, for the calls lie there while it is away
 
 
 def _never_raises(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,7 +95,7 @@ class GoodputCallback(WorkerGroupCallback, ControllerCallback):
     def _tell_train_run(self) -> None:
         now = time.monotonic()
         if now >= self._tell_at_mono_s:
-            self._tell_at_mono_s = now + _TELL_EVERY_S
+            self._tell_at_mono_s = now + max(_TELL_EVERY_S, len(self._infos) / _TOLD_PER_S)
             self._coordinator().train_run.remote(self._train_run_id)
             if self._infos:
                 self._coordinator().group_lives.remote(self._infos)
