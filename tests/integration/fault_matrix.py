@@ -190,7 +190,7 @@ def epochs_of(cells: Sequence[Cell]) -> int:
     """Epochs of a run in which all these cells find room."""
     from drill import epochs_for
 
-    return epochs_for(len(cells) * (2 if cells[0].arm.elastic else 1))
+    return epochs_for(len(cells) * (4 if cells[0].arm.elastic else 1))  # it trains on while it waits to be whole again
 
 
 def check(finished: Finished, undisturbed: Finished, struck: Sequence[Cell]) -> None:
