@@ -48,7 +48,7 @@ class CoordinatorPort(Protocol):
 
 
 class CheckpointVault:
-    """Flush to NVMe, upload, report; local copies stay for a quick restore.
+    """Upload, report, copy to NVMe, in the order that makes a save durable soonest; copies stay for a quick restore.
 
     Thread-safe; each call of `persist` does its work in the caller's thread.
 
@@ -157,15 +157,21 @@ class CheckpointVault:
         from_slot = [_Upload(e.name, slot, e.offset, e.size_bytes) for e in staged.extents]
         with ThreadPoolExecutor(1, thread_name_prefix="upload") as pool:
             upload = pool.submit(self._upload, staged.checkpoint, from_slot)
-            landed = self._copies.describe(staged)
-            alone = self._peers is None and _worked(upload, within_s=self._copy_after_s)
-            if not alone:
+            landed = self._landed_alone(staged, upload) if self._peers is None else None
+            alone = landed is not None
+            if landed is None:
                 flushed = self._copies.flush(staged)
                 with self._copying_to_peers(flushed):
                     self._upload_until_it_works(staged, upload, flushed)
+                landed = flushed.landed
         self._note_landed(replace(landed, upload_s=time.monotonic() - started))
         if alone:
             self._copy_to_nvme(staged)
+
+    def _landed_alone(self, staged: StagedSlice, upload: Future[None]) -> LandedSlice | None:
+        """What has landed, if the upload is over soon; None if it is not, or failed."""
+        landed = self._copies.describe(staged)
+        return landed if _worked(upload, within_s=self._copy_after_s) else None
 
     def _upload_until_it_works(self, staged: StagedSlice, first: Future[None], flushed: Flushed) -> None:
         """What the first try did not bring, the next ones take from the copies."""
@@ -187,9 +193,8 @@ class CheckpointVault:
     def _note_landed(self, landed: LandedSlice) -> None:
         with self._lock:
             newest = self._landed.get(landed.slice.world_rank)
-            if (
-                newest is None or landed.slice.checkpoint.made > newest.slice.checkpoint.made
-            ):  # `adopt` brings older ones
+            # Not over a newer one: `adopt` brings older slices.
+            if newest is None or landed.slice.checkpoint.made > newest.slice.checkpoint.made:
                 self._landed[landed.slice.world_rank] = landed
         self._tell_landed(landed)
 

@@ -127,6 +127,31 @@ def test_a_short_upload_is_durable_before_the_slot_is_copied(tmp_path: Path) -> 
     assert copied == [False] and (local / "__0_0.distcp").is_file()
 
 
+def test_a_copy_that_fails_after_the_upload_costs_the_copy_only(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    staged = node.stage(10)
+    tell = node.coordinator.landed
+
+    def lose_the_slot(part: LandedSlice) -> None:
+        tell(part)
+        Path(staged.slot_path).unlink()
+
+    node.coordinator.landed = lose_the_slot  # type: ignore[method-assign] (struck on purpose)
+    node.vault.persist(staged)
+    assert node.coordinator.log.is_committed(staged.checkpoint)
+    assert not (node.local / staged.checkpoint.folder / "__0_0.distcp").exists()
+    assert not sidecar_path(staged.slot_path).exists(), "nothing is left to finish"
+
+
+def test_a_slot_that_cannot_be_read_is_an_error_and_no_commit(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    staged = node.stage(10)
+    Path(staged.slot_path).unlink()
+    with pytest.raises(OSError, match="No such file"):
+        node.vault.persist(staged)
+    assert node.coordinator.log.newest() is None
+
+
 def test_beside_a_long_upload_the_slot_is_copied_to_nvme(tmp_path: Path) -> None:
     copy = tmp_path / "local" / CheckpointId(10, 1).folder / "__0_0.distcp"
 
