@@ -225,12 +225,12 @@ class Saver:
         return True
 
     def wait_committed(self, timeout_s: float) -> bool:
-        """Whether the newest save is committed within `timeout_s`. Collective."""
+        """Whether the newest save is committed within `timeout_s`. Collective.
+
+        The vaults are not waited for: they go on copying slices to NVMe after the commit, and who asks here is leaving.
+        """
         self.settle()
         deadline = self._clock.mono_s() + timeout_s
-        if self._in_flight:
-            ray.wait([f.ref for f in self._in_flight], num_returns=len(self._in_flight), timeout=timeout_s)
-            self._collect_finished(keep_failed=True)
 
         def committed() -> bool:
             checkpoint, done = CheckpointId(self.last_step, self._worker.attempt), False
@@ -238,7 +238,9 @@ class Saver:
                 done = self._worker.coordinator.wait_committed(checkpoint, min(left_s, _COMMIT_WAIT_S))
             return done
 
-        return self._world.on_rank_0(committed)
+        done = self._world.on_rank_0(committed)
+        self._collect_finished(keep_failed=True)
+        return done
 
     def _committed(self) -> bool:
         """Whether the newest save gets committed, reminding a coordinator that died with its notes. Collective."""

@@ -263,3 +263,12 @@ def test_that_the_end_of_a_run_waits_long_is_said_once(one_rank: Any, caplog: py
     assert rank.saver.finish()
     said = [record.getMessage() for record in caplog.records if "last save, of step 3" in record.getMessage()]
     assert len(said) == 1 and "max_durable_age" in said[0]
+
+
+def test_who_leaves_after_notice_waits_for_the_commit_and_for_no_copy_that_the_vault_still_makes(one_rank: Any) -> None:
+    rank = one_rank(every=1)
+    assert rank.save(3, must=True) and rank.nodes.coordinator.committed_step() == 3
+    rank.refs.stuck = {0}  # the vault copies the slot to NVMe
+    waits: list[int] = []
+    rank.refs.while_waiting = lambda: waits.append(1)
+    assert rank.saver.wait_committed(45.0) and not waits
