@@ -215,12 +215,13 @@ class Checkpointer:
         if self._closed or not self._opened:
             return
         self._closed = True
-        stop_reason = ""
-        if not self._committed_at_the_end():
-            logger.error("The save of step %d was not committed: the newest checkpoint is older.", self.last_step)
-            stop_reason = self._world.broadcast(self._age.stop_reason)
-            self._uploads.give_up(away=True)
-        self._release_threads()
+        stop_reason, committed = "", False
+        try:
+            if not (committed := self._committed_at_the_end()):
+                logger.error("The save of step %d was not committed: the newest checkpoint is older.", self.last_step)
+                stop_reason = self._world.broadcast(self._age.stop_reason)
+        finally:  # also when another rank is gone: this process must be able to end
+            self._release_threads(away=not committed)
         if stop_reason:
             raise DurableAgeError(stop_reason)
 
@@ -233,8 +234,7 @@ class Checkpointer:
         elif self._opened and not self._closed:  # other ranks may be gone: nothing collective
             self._closed = True
             # The next start finishes what a storage that is away does not take now.
-            self._uploads.give_up(away=issubclass(error, DurableAgeError))
-            self._release_threads()
+            self._release_threads(away=issubclass(error, DurableAgeError))
 
     def _keep_last(self, step: int, cursors: Mapping[str, Mapping[str, Any]] | None) -> bool:
         """The state after `step` is staged, on all ranks, if need be over a save whose upload has not begun."""
@@ -257,8 +257,8 @@ class Checkpointer:
             now = self._clock.mono_s()
             if not self._world.all_true(not self._uploads):
                 landed_by = now
-            told.look(now)
             if self._world.world_rank == 0:
+                told.look(now)
                 self._age.look(now, self._log.newest(), self.last_step, ended=True)
             late = now > deadline or now > landed_by + _COMMIT_WAIT_S
             if self._world.broadcast(late or bool(self._age.stop_reason)):
@@ -384,7 +384,8 @@ class Checkpointer:
         )
         return attempt_dir(chosen, self._attempt)
 
-    def _release_threads(self) -> None:
+    def _release_threads(self, *, away: bool) -> None:
+        self._uploads.give_up(away=away)
         self._copies.close()
         self._uploads.close()
         if self._committer is not None:

@@ -89,10 +89,9 @@ class Uploads:
 
     def give_up(self, *, away: bool) -> None:
         """A storage that fails is asked once more for each slice, and not again; for none that waits, if it is known to
-        be `away`. The slots keep them: `close` comes next, and no `collect`."""
+        be `away`. The slots keep them: `close` comes next."""
         self._vault.give_up()
-        for flight in self._in_flight if away else ():
-            flight.future.cancel()
+        self._in_flight = [flight for flight in self._in_flight if not (away and flight.future.cancel())]
 
     def close(self) -> None:
         """The thread has ended."""

@@ -162,7 +162,7 @@ def test_a_failing_storage_costs_saves_but_not_steps(
     job.train(6)
     assert not job.saves.wait(timeout_s=0.0)
     assert "the bucket is gone" in caplog.text
-    job.saves._release_threads()
+    job.saves._release_threads(away=False)
 
 
 def test_a_disk_without_room_for_slots_costs_saves_but_not_steps(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from ray_goodput.storage.faults import FaultyStore
 from ray_goodput.storage.local import LocalStore
 from ray_goodput.train import checkpointer, uploads
 from ray_goodput.train.checkpointer import Checkpointer
+from ray_goodput.train.world import World
 
 
 def test_the_sentence_has_the_numbers_and_the_way_out() -> None:
@@ -176,6 +178,26 @@ def test_the_end_of_a_run_waits_no_longer_than_it_may_and_the_next_start_finishe
     monkeypatch.setattr("ray_goodput.actors.names.SHARED_MEMORY", tmp_path / "shm")
     with Checkpointer(tmp_path / "run", config=config, local_dir=tmp_path / "node") as again:
         assert again.restore(model=torch.nn.Linear(4, 4)) == 2
+
+
+def test_a_close_that_an_error_ends_leaves_no_thread_that_waits_for_a_storage_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate())
+    saves, _, up = made(tmp_path, monkeypatch, CheckpointConfig(every=100))
+    saves.restore(model=torch.nn.Linear(4, 4))
+    up[0] = False
+    assert saves.save(1)
+
+    def gone(self: World, word: bool) -> bool:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(World, "all_true", gone)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        saves.close()  # the test's timeout bounds it: an upload alone is tried for 15 minutes
+    left = [thread.name for thread in set(threading.enumerate()) - before]
+    assert not [name for name in left if name.startswith(("checkpoint-upload", "committer"))]
+    assert len(list(tmp_path.rglob("*.slot.json"))) == 1, "what it staged is left to the next start"
 
 
 @pytest.mark.parametrize("bad", [{"max_durable_age": "soon"}, {"max_durable_age": "0s"}, {"on_durable_age": "panic"}])
