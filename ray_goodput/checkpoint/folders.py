@@ -145,14 +145,22 @@ def _why_unreadable(store: ObjectStore, key: str, entry: ObjectRecord, error: St
     """What is wrong with an object that could not be read, None if it was only the storage for a moment.
 
     Raises:
-        StorageError: the storage does not answer even when only asked for the object's size.
+        StorageError: the storage refuses, or does not answer even when only asked for the object's size.
     """
+    gone = f"{entry.name} is gone."
     if isinstance(error, ObjectNotFoundError):
-        return f"{entry.name} is gone."
-    if store.head(key).size_bytes != entry.size_bytes:
-        return f"{entry.name} was changed while it was read."
+        return gone
+    try:
+        if store.head(key).size_bytes != entry.size_bytes:
+            return f"{entry.name} was changed while it was read."
+    except ObjectNotFoundError:  # pruned meanwhile
+        return gone
     try:
         whole = _checksum(store, key, entry.size_bytes, lambda done: None) == entry.xxh3_128
+    except ObjectNotFoundError:
+        return gone
+    except StorageAccessError:
+        raise
     except StorageError as again:
         return _Unreadable(f"{entry.name} cannot be read: {again}")
     return None if whole else f"{entry.name} has another checksum than was committed: bytes were changed."

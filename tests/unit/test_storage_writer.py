@@ -274,6 +274,21 @@ def test_a_storage_that_goes_away_while_it_is_verified_is_no_damage(
         rg.latest_complete(tmp_path, verify=True)
 
 
+def test_an_object_that_is_pruned_between_a_failed_read_and_the_look_for_it_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(make_state(step), tmp_path / f"step-{step}")
+
+    def strike(op: str, key: str, n: int) -> None:
+        if op == "get_range" and "step-2" in key:
+            shutil.rmtree(tmp_path / "step-2", ignore_errors=True)
+            raise StorageError("503 Slow down")
+
+    monkeypatch.setattr(folders, "open_store", lambda spec: FaultyStore(LocalStore(tmp_path), before=strike))
+    assert rg.latest_complete(tmp_path, verify=True) == f"{tmp_path}/step-1"
+
+
 def test_checkpoints_that_a_living_run_prunes_meanwhile_are_passed_over_for_its_newer_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
