@@ -33,11 +33,12 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## train a small GPT with 2 workers, kill one, and show that nothing was lost
 	@$(BIN)/ray-goodput demo $(ARGS)
 
-# Tests without Ray share the cores; those with it take turns, since two Ray clusters on one host disturb each other.
+# Tests without Ray share the cores, the long ones first, so that no core waits at the end for the other; those with Ray
+# take turns, since two clusters on one host disturb each other.
 SPREAD := --numprocesses logical --maxprocesses 8 --dist worksteal
 
 test: lint  ## lint and all tests (not the benchmarks)
-	$(BIN)/python -m pytest $(SPREAD) tests/unit tests/property tests/contract tests/fault $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) tests/fault tests/property tests/unit tests/contract $(ARGS)
 	$(BIN)/python -m pytest tests/integration $(ARGS)
 
 test-fast: $(STAMP)  ## the tests that need no Ray
