@@ -67,7 +67,7 @@ format: $(STAMP)  ## let ruff put the code in shape
 bench: $(addprefix bench-,$(TOPICS))  ## all benchmarks; bench-TOPIC for one
 	@test -n "$(TOPICS)" || echo "There are no benchmarks in tests/bench yet."
 
-bench-%: $(STAMP)
+$(addprefix bench-,$(TOPICS)): bench-%: $(STAMP)
 	$(BIN)/python tests/bench/bench_$*.py $(ARGS)
 
 clean:  ## remove what was built, but not .venv
