@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from ray_goodput.actors.slot_file import MappedSlot, checksum_extent, copy_extent
+from ray_goodput.actors.slot_file import MappedSlot, copy_extent, record_extent
 from ray_goodput.checkpoint.sidecar import landed_from_dict, landed_to_dict
 from ray_goodput.checkpoint.sources import verify_file
 from ray_goodput.core.commit import METADATA_NAME, CheckpointId, LandedSlice, ObjectRecord, StagedSlice
@@ -73,7 +73,7 @@ class NodeCopies:
         """The slice with the checksums of its objects, read in the slot."""
         with MappedSlot(staged.slot_path) as slot:
             records = [
-                ObjectRecord(name=e.name, size_bytes=e.size_bytes, xxh3_128=checksum_extent(slot, e))
+                record_extent(slot, e)
                 for e in staged.extents
                 if e.name != METADATA_NAME  # the coordinator writes that one, when all ranks have landed
             ]
@@ -200,10 +200,7 @@ class NodeCopies:
                 except OSError as error:
                     held = False
                     logger.warning("No local copy of %s of %s: %s", extent.name, staged.checkpoint.folder, error)
-                    record = ObjectRecord(
-                        name=extent.name, size_bytes=extent.size_bytes, xxh3_128=checksum_extent(slot, extent)
-                    )
-                    part = Part(record, Path(staged.slot_path), extent.offset)
+                    part = Part(record_extent(slot, extent), Path(staged.slot_path), extent.offset)
                 if extent.name != METADATA_NAME:  # the coordinator writes that one, when all ranks have landed
                     parts.append(part)
         return Flushed(self._landed(staged, [part.record for part in parts]), tuple(parts), held)

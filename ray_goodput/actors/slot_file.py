@@ -43,12 +43,12 @@ def _chunks(slot: memoryview, extent: Extent) -> Iterator[memoryview]:
             yield chunk
 
 
-def checksum_extent(slot: memoryview, extent: Extent) -> str:
-    """Hex checksum of one extent's bytes."""
+def record_extent(slot: memoryview, extent: Extent) -> ObjectRecord:
+    """One extent as an object, with its checksum."""
     checksum = Checksum()
     for chunk in _chunks(slot, extent):
         checksum.update(chunk)
-    return checksum.hexdigest()
+    return ObjectRecord(name=extent.name, size_bytes=extent.size_bytes, xxh3_128=checksum.hexdigest())
 
 
 def copy_extent(slot: memoryview, extent: Extent, path: Path) -> ObjectRecord:
