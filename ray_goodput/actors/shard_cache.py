@@ -166,7 +166,7 @@ class ShardCache:
             UnknownDatasetError: see `start_feed`.
             ShardReadError, ObjectChangedError, CacheFullError: it cannot be had.
         """
-        self._dataset(name).fetcher.ensure(data_shard)
+        self._dataset(name).fetcher.ensure(data_shard, awaited=True)
 
     def advance(self, name: str, samples_consumed: int, attempt: int | None = None) -> bool:
         """The consumer is at that stream position. False if no feed runs for it: the caller should `begin` again."""

@@ -83,7 +83,7 @@ class ActorShardSource:
             if table is not None:
                 return table
             if not self._ensured_by_actor(data_shard):
-                self._fetcher.ensure(data_shard)
+                self._fetcher.ensure(data_shard, awaited=True)
         raise lost_again(self._fetcher.manifest, data_shard, self._fetcher.cache)
 
     def describe(self, data_shard: int) -> str:

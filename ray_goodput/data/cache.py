@@ -166,8 +166,10 @@ class NodeCache:
         self._count(misses=1)
         return None
 
-    def write(self, name: str, table: pa.Table) -> int:
+    def write(self, name: str, table: pa.Table, *, awaited: bool = False) -> int:
         """`table` is cached under `name`, whole and durable; returns the size of its file.
+
+        awaited: a batch waits for it; see `reserve`.
 
         Raises:
             CacheFullError: no room even after eviction; nothing is left behind.
@@ -176,8 +178,9 @@ class NodeCache:
         path = self.path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         size_bytes = file_bytes(table)
+        what = None if awaited else name
         for left in reversed(range(_WRITE_ATTEMPTS)):
-            with self.reserve(size_bytes, name) as folder:
+            with self.reserve(size_bytes, what) as folder:
                 try:
                     _write_file(folder / "table", table)
                     self._room.publish(folder, folder / "table", path)
@@ -191,17 +194,20 @@ class NodeCache:
                             f"of {size_bytes} bytes was written, although room was made for it: something else writes "
                             f"there. Free disk space, or put the cache on a disk of its own (RAY_GOODPUT_LOCAL_DIR)."
                         ) from error
-            self._room.evict(size_bytes, name)
+            self._room.evict(size_bytes, what)
         raise AssertionError("unreachable")
 
-    def reserve(self, size_bytes: int, name: str) -> AbstractContextManager[Path]:
+    def reserve(self, size_bytes: int, what: str | None) -> AbstractContextManager[Path]:
         """A context with an empty folder on the cache's disk in which `size_bytes` may be written; gone at its end.
+
+        what: content name it is for; nothing that the ranking says is needed sooner makes room for it. None: a batch
+        waits for it; everything that is not open may go, and what others are just writing is waited for.
 
         Raises:
             CacheFullError: no room even after eviction.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        return self._room.reserve(size_bytes, name)
+        return self._room.reserve(size_bytes, what)
 
     @contextmanager
     def fetching(self, name: str, timeout_s: float = 300.0) -> Iterator[None]:

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ SUFFIX = ".arrow"
 _NAME = re.compile(r"[0-9a-f]{32}")
 _RESERVATION = re.compile(r"[0-9a-f]{16}-(\d+)")
 _ADMISSION_TIMEOUT_S = 30.0
+_AWAITED_TIMEOUT_S, _AWAITED_POLL_S = 60.0, 0.02  # how long, and how often looked, for the reservations of others
 _NEVER = float("inf")
 
 Ranking = Callable[[], Mapping[str, float]]
@@ -84,25 +86,41 @@ class CacheRoom:
                 yield entry, int(match[1])
 
     @contextmanager
-    def reserve(self, size_bytes: int, what: str) -> Iterator[Path]:
+    def reserve(self, size_bytes: int, what: str | None) -> Iterator[Path]:
         """An empty folder in which the caller may write `size_bytes`; removed at the end, with what is left in it.
 
-        what: content name of the data shard it is for; with a ranking, nothing needed sooner is evicted for it.
+        what: content name of the data shard it is for; with a ranking, nothing needed sooner is evicted for it. None:
+        somebody waits for it; all that is not open may go, and the reservations of others are waited for, since they
+        soon become files that may go too.
 
         Raises:
             CacheFullError: not even eviction makes that much room.
         """
-        with self._admission():
-            self._make_room(size_bytes, what)
-            folder = self._scratch / f"{secrets.token_hex(8)}-{size_bytes}"
-            folder.mkdir(parents=True)
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try_lock(lock)
+        deadline = time.monotonic() + _AWAITED_TIMEOUT_S
+        while True:
+            with self._admission():
+                try:
+                    folder, lock = self._reserved(size_bytes, what)
+                    break
+                except CacheFullError:
+                    # Nobody waits here with a reservation of its own, so those there are come to an end.
+                    if what is not None or not self.reserved()[0] or time.monotonic() > deadline:
+                        raise
+            time.sleep(_AWAITED_POLL_S)
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
+
+    def _reserved(self, size_bytes: int, what: str | None) -> tuple[Path, int]:
+        """The folder of a new reservation, and its lock, held. Under the admission lock."""
+        self._make_room(size_bytes, what)
+        folder = self._scratch / f"{secrets.token_hex(8)}-{size_bytes}"
+        folder.mkdir(parents=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try_lock(lock)
+        return folder, lock
 
     def publish(self, folder: Path, written: Path, path: Path) -> None:
         """The file `written` in the reservation `folder` becomes `path`, and the reservation ends in the same moment:
@@ -161,7 +179,7 @@ class CacheRoom:
             unwritten += max(0, size - written)
         return total, unwritten
 
-    def _make_room(self, size_bytes: int, what: str) -> None:
+    def _make_room(self, size_bytes: int, what: str | None) -> None:
         for _ in self._dead_reservations():
             pass
         short = self._short_bytes(size_bytes)

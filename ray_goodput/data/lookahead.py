@@ -39,7 +39,7 @@ class LookAhead:
     shard_bytes: size of a data shard, for `max_bytes`.
     consumed: samples consumed when it starts.
     batch_samples: samples of a global batch.
-    live_shards: how many of the needs just before the head may still be read from (`core.placement.live_set`).
+    live_shards: how many of the needs just before the next batch may still be read from (`core.placement.live_set`).
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class LookAhead:
         self._exhausted = False
         self._closed = False
         self._head = 0
+        self._next_batch = 0  # number of the first need that begins in the consumer's next batch, or after it
         with self._changed:
             self._move_head()
 
@@ -113,13 +114,12 @@ class LookAhead:
         return False
 
     def next_uses(self, limit: int = 4096) -> dict[int, float]:
-        """How many needs ahead of the consumer each shard is: 0 if it may be in use, at most `limit` of them."""
+        """How many needs ahead of the consumer each shard is, 0 if its next batch may use it; at most `limit`."""
         with self._changed:
-            start = max(self._base, self._head - self._live_shards)
+            start = self._base
             self._generate_to(start + limit)
             uses: dict[int, float] = {}
-            first = start - self._base
-            for number, need in enumerate(islice(self._known, first, first + limit), start):
+            for number, need in enumerate(islice(self._known, limit), start):
                 uses.setdefault(need.data_shard, float(max(0, number - self._head + 1)))
             return uses
 
@@ -153,14 +153,17 @@ class LookAhead:
             self._known.append(need)
 
     def _move_head(self) -> None:
-        needed_before = self._consumed + self._batch_samples
-        while True:
-            self._generate_to(self._head + 1)
-            if self._head >= self._base + len(self._known):
-                break
-            if self._known[self._head - self._base].position >= needed_before:
-                break
-            self._head += 1
-        while self._base < self._head - self._live_shards:  # forget what is done
+        self._next_batch = self._first_from(self._consumed, self._next_batch)
+        self._head = self._first_from(self._consumed + self._batch_samples, max(self._head, self._next_batch))
+        # Forget what is done. Not all before the head: a batch across an epoch's end reads from both epochs' shards.
+        while self._base < self._next_batch - self._live_shards:
             self._known.popleft()
             self._base += 1
+
+    def _first_from(self, position: int, number: int) -> int:
+        """The first need, of `number` and those after it, that begins at `position` or later."""
+        while True:
+            self._generate_to(number + 1)
+            if number >= self._base + len(self._known) or self._known[number - self._base].position >= position:
+                return number
+            number += 1

@@ -39,10 +39,10 @@ class MixtureFetcher:
         fetcher, own = self._own(data_shard)
         return fetcher.title(own)
 
-    def ensure(self, data_shard: int) -> Fetched:
+    def ensure(self, data_shard: int, *, awaited: bool = False) -> Fetched:
         """The data shard is cached. Raises as `ShardFetcher.ensure` does; errors say the number in its own dataset."""
         fetcher, own = self._own(data_shard)
-        return fetcher.ensure(own)
+        return fetcher.ensure(own, awaited=awaited)
 
     def opened(self, data_shard: int) -> pa.Table | None:
         """As `ShardFetcher.opened`."""

@@ -107,8 +107,10 @@ class ShardFetcher:
         """The data shard by number and object, for messages."""
         return self._title(self.manifest.shard(data_shard))
 
-    def ensure(self, data_shard: int) -> Fetched:
+    def ensure(self, data_shard: int, *, awaited: bool = False) -> Fetched:
         """The data shard is cached. Fetched at most once at a time by all threads and processes of the node.
+
+        awaited: a batch waits for it; what others need sooner, by the cache's ranking, may then make room for it.
 
         Raises:
             ObjectChangedError: the object is not the one the manifest saw.
@@ -122,7 +124,8 @@ class ShardFetcher:
             if self.cache.contains(name):
                 return Fetched()
             shard = self.manifest.shard(data_shard)
-            return self._write(shard, name, self._load(shard, name))
+            table = self._load(shard, None if awaited else name)
+            return self._write(shard, name, table, awaited=awaited)
 
     def transforms(self, data_shard: int) -> bool:
         """Whether the data shard goes through a `transform_shard`."""
@@ -146,7 +149,7 @@ class ShardFetcher:
             table = self.opened(data_shard)
             if table is not None:
                 return table
-            self.ensure(data_shard)
+            self.ensure(data_shard, awaited=True)
         raise lost_again(self.manifest, data_shard, self.cache)
 
     def opened(self, data_shard: int) -> pa.Table | None:
@@ -192,16 +195,18 @@ class ShardFetcher:
         # What is taken as it is may be something else than the name says: nobody who pins may find it.
         return identity if self._pin else f"{identity} unpinned"
 
-    def _write(self, shard: DataShard, name: str, table: pa.Table) -> Fetched:
-        self.cache.write(name, with_source(table, dataset=self._store.uri, key=self._object(shard)))
+    def _write(self, shard: DataShard, name: str, table: pa.Table, *, awaited: bool = False) -> Fetched:
+        table = with_source(table, dataset=self._store.uri, key=self._object(shard))
+        self.cache.write(name, table, awaited=awaited)
         self.cache.count_fetched(shard.size_bytes)
         return Fetched(shard.size_bytes)
 
-    def _load(self, shard: DataShard, name: str) -> pa.Table:
+    def _load(self, shard: DataShard, what: str | None) -> pa.Table:
+        """what: for `NodeCache.reserve`."""
         pause_s = _FIRST_PAUSE_S
         for left in reversed(range(_ATTEMPTS)):
             try:
-                table = self._download(shard, name)
+                table = self._download(shard, what)
                 break
             except (ObjectChangedError, CacheFullError):
                 raise
@@ -221,8 +226,8 @@ class ShardFetcher:
                 pause_s *= 2
         return self._checked(shard, table)
 
-    def _download(self, shard: DataShard, name: str) -> pa.Table:
-        with self.cache.reserve(shard.size_bytes, name) as folder:
+    def _download(self, shard: DataShard, what: str | None) -> pa.Table:
+        with self.cache.reserve(shard.size_bytes, what) as folder:
             if isinstance(self._format, GroupingFormat):
                 return self._download_group(self._format, FileGroup.from_key(shard.key), folder)
             raw = folder / (PurePosixPath(shard.key).name[-200:] or "object")

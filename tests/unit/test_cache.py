@@ -6,6 +6,8 @@ import errno
 import gc
 import logging
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +183,44 @@ def test_with_a_ranking_the_farthest_next_use_goes_first_and_nothing_needed_soon
     assert {file.name for file in cache.ls()} == {NAMES[1], NAMES[3], NAMES[9]}
     cache.write(NAMES[0], table_of(1000))  # what the ranking does not know goes first
     assert {file.name for file in cache.ls()} == {NAMES[0], NAMES[1], NAMES[3]}
+
+
+def test_for_a_batch_that_waits_even_what_is_needed_sooner_makes_room_but_nothing_open(tmp_path: Path) -> None:
+    size = file_bytes(table_of(1000))
+    cache = NodeCache(tmp_path, limit_bytes=2 * size, min_free_bytes=0).open()
+    cache.rank_by(lambda: dict(zip(NAMES, [1.0, 2.0, 3.0], strict=False)))
+    cache.write(NAMES[0], table_of(1000))
+    cache.write(NAMES[1], table_of(1000))
+    with pytest.raises(CacheFullError, match="open or needed sooner"):
+        cache.write(NAMES[2], table_of(1000))
+    cache.write(NAMES[2], table_of(1000), awaited=True)
+    assert {file.name for file in cache.ls()} == {NAMES[0], NAMES[2]}
+    held = [cache.open_table(NAMES[0]), cache.open_table(NAMES[2])]
+    with pytest.raises(CacheFullError, match="open or needed sooner"):
+        cache.write(NAMES[1], table_of(1000), awaited=True)
+    assert len(held) == len(cache.ls()) == 2
+
+
+def test_a_batch_waits_for_the_reservations_of_others_instead_of_failing(tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path, limit_bytes=10_000, min_free_bytes=0).open()
+    begun = threading.Event()
+
+    def prefetch() -> None:
+        with cache.reserve(9000, NAMES[0]):
+            begun.set()
+            time.sleep(0.3)
+
+    other = threading.Thread(target=prefetch)
+    other.start()
+    assert begun.wait(10)
+    with pytest.raises(CacheFullError), cache.reserve(5000, NAMES[1]):
+        pass  # a prefetch that would have to wait is given up instead
+    began = time.monotonic()
+    with cache.reserve(5000, None):
+        assert cache.usage_bytes() == 5000
+    assert time.monotonic() - began < 10
+    other.join(10)
+    assert cache.usage_bytes() == 0
 
 
 def test_the_limit_counts_reservations_that_are_still_empty(tmp_path: Path) -> None:

@@ -272,6 +272,22 @@ def test_a_cache_smaller_than_the_dataset_stays_within_its_limit_and_delivers_ev
     assert cache.stats.evictions > 0
 
 
+def test_a_shard_that_a_batch_waits_for_evicts_what_is_needed_sooner(store: Fixture, tmp_path: Path) -> None:
+    """Whatever the ranking says of it: it may be a moment old, and names the next epoch's need of a shard let go."""
+    one = fetcher_of(store, NodeCache(tmp_path / "probe", min_free_bytes=0))
+    one.ensure(0)
+    limit = 2 * one.cache.usage_bytes()
+    cache = NodeCache(tmp_path / "tight", limit_bytes=limit, min_free_bytes=0).open()
+    fetcher = fetcher_of(store, cache)
+    cache.rank_by(lambda: {fetcher.name(i): float(i) for i in range(8)})
+    fetcher.ensure(1)
+    fetcher.ensure(2)
+    with pytest.raises(CacheFullError, match="needed sooner"):
+        fetcher.ensure(7)
+    assert fetcher.table(7).num_rows == ROWS
+    assert {file.name for file in cache.ls()} == {fetcher.name(1), fetcher.name(7)}
+
+
 def test_open_local_source_reads_a_real_dataset_from_any_position(store: Fixture, tmp_path: Path) -> None:
     dataset = ShardedDataset(f"{store.folder}/*.parquet", global_batch_size=4, lanes=2, window=2, columns=["x"])
     manifest = dataset.manifest()

@@ -67,17 +67,29 @@ def test_an_endless_sequence_is_generated_only_as_far_as_asked() -> None:
     assert ahead.at(50) == (50, Need(500, 1))
     assert made == 51
     ahead.advance(10_000)
-    assert ahead.at(0) == (1001, Need(10_010, 0))  # what is done is forgotten
+    assert ahead.at(0) == (1000, Need(10_000, 6))  # what is done is forgotten
 
 
 def test_what_may_be_in_use_ranks_nearest_and_each_shard_by_its_next_need() -> None:
     ahead = look([Need(0, 5), Need(10, 6), Need(20, 7), Need(30, 5), Need(40, 8)], live_shards=1)
     assert ahead.next_uses() == {5: 0.0, 6: 1.0, 7: 2.0, 8: 4.0}
-    ahead.advance(10)
-    assert ahead.next_uses() == {6: 0.0, 7: 1.0, 5: 2.0, 8: 3.0}
-    assert ahead.next_uses(limit=2) == {6: 0.0, 7: 1.0}
+    ahead.advance(20)
+    assert ahead.next_uses() == {6: 0.0, 7: 0.0, 5: 1.0, 8: 2.0}
+    assert ahead.next_uses(limit=3) == {6: 0.0, 7: 0.0, 5: 1.0}
     ahead.advance(1000)
     assert ahead.next_uses() == {8: 0.0}
+
+
+def test_a_batch_across_the_end_of_an_epoch_uses_the_shards_of_both() -> None:
+    """Two lanes end within one batch; what the first rows of it come from is not needed again for a long time."""
+    epoch = [(0, 5), (1, 6), (40, 7), (41, 8)]
+    ahead = look([Need(start + position, shard) for start in (0, 80) for position, shard in epoch], live_shards=2)
+    ahead.advance(75)  # the next batch: the last 5 samples, of 7 and 8, and the first of the next epoch, of 5 and 6
+    assert ahead.next_uses() == {7: 0.0, 8: 0.0, 5: 0.0, 6: 0.0}
+    assert ahead.head == 6
+    assert admitted(ahead, 8) == [0, 1, 2, 3, 4, 5, 6, 7]
+    ahead.advance(85)
+    assert ahead.next_uses() == {5: 0.0, 6: 0.0, 7: 1.0, 8: 2.0}
 
 
 @pytest.mark.parametrize("end", ["advance", "close"])

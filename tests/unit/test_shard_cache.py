@@ -54,13 +54,13 @@ class FakeFetcher:
     def name(self, data_shard: int) -> str:
         return f"{data_shard:032x}"
 
-    def ensure(self, data_shard: int) -> Fetched:
+    def ensure(self, data_shard: int, *, awaited: bool = False) -> Fetched:
         if data_shard in self.broken:
             raise ShardReadError(f"shard {data_shard} is broken")
         if self.cache.contains(self.name(data_shard)):
             return Fetched()
         self.fetched.append(data_shard)
-        self.cache.write(self.name(data_shard), pa.table({"x": [data_shard]}))
+        self.cache.write(self.name(data_shard), pa.table({"x": [data_shard]}), awaited=awaited)
         self.cache.count_fetched(1000)
         return Fetched(1000)
 
