@@ -137,8 +137,10 @@ class BatchBuilder:
         ids = self._order.sample_ids(data_shards, rows)
         if self._transforms is None and self._collate is None:
             gathered = self._gather(data_shards, rows)
+            self._close_some(slots, data_shards)
             return lambda: self._batch(located, {n: _as_column(v) for n, v in gathered.items()}, ids)
         samples = self._samples(data_shards, rows)
+        self._close_some(slots, data_shards)
         if self._transforms is None:
             return lambda: self._batch(located, self._columns_of(samples), ids)
         if self._mixture is not None:
@@ -194,13 +196,22 @@ class BatchBuilder:
     def _shard(self, data_shard: int) -> ShardColumns:
         known = self._open.get(data_shard)
         if known is not None:
-            self._open.move_to_end(data_shard)
             return known
-        while len(self._open) >= self._max_open:
-            self._open.popitem(last=False)
         columns = ShardColumns(self._opened(data_shard), self._columns, title=self._describe(data_shard))
         self._open[data_shard] = columns
         return columns
+
+    def _close_some(self, slots: Int64Array, data_shards: Int64Array) -> None:
+        """At most `max_open` data shards stay open: those whose rows came last in the stream.
+
+        After a batch, not within: one across the end of a window reads from what is done and from what has begun.
+        """
+        newest_first = data_shards[np.argsort(slots)[::-1]]
+        used, first = np.unique(newest_first, return_index=True)
+        for data_shard in used[np.argsort(first)[::-1]].tolist():
+            self._open.move_to_end(data_shard)
+        while len(self._open) > self._max_open:
+            self._open.popitem(last=False)
 
     def _samples(self, data_shards: Int64Array, rows: Int64Array) -> list[Any]:
         """Each slot's row as a dict; datasets of a mixture may have columns of their own."""

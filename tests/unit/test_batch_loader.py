@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -341,6 +342,16 @@ def test_few_open_shards_only_cost_time() -> None:
     loader = make_loader(epochs=2)
     loader._builder._max_open = 1
     assert [plain(b) for b in loader] == [plain(b) for b in make_loader(epochs=2)]
+
+
+@pytest.mark.parametrize(("lanes", "window"), [(2, 1), (2, 3), (4, 1), (1, 2)])
+def test_a_data_shard_is_opened_once_an_epoch(lanes: int, window: int) -> None:
+    """Also where the windows of all lanes end within one batch, which so reads from twice as many."""
+    source = MemorySource(lambda shard: pa.table({"id": np.arange(50 * shard, 50 * shard + 50)}))
+    order = SampleOrder([50] * 12, seed=0, lanes=lanes, window=window)
+    for _ in make_loader(source, order=order, global_batch_size=12, epochs=3):
+        pass
+    assert max(Counter(source.asked).values()) <= 3
 
 
 def test_a_list_column_of_equal_lengths_in_some_shards_only_is_ragged_as_a_whole() -> None:
