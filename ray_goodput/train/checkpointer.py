@@ -44,7 +44,6 @@ from ray_goodput.train.uploads import Uploads
 from ray_goodput.train.world import ControlWord, Decisions, World
 
 logger = logging.getLogger(__name__)
-
 _NUM_SLOTS = 2
 _COMMIT_WAIT_S = 60.0
 _FINAL_WAIT_S = 1800.0
@@ -222,6 +221,7 @@ class Checkpointer:
                 stop_reason = self._world.broadcast(self._age.stop_reason)
         finally:  # also when another rank is gone: this process must be able to end
             self._release_threads(away=not committed)
+        self._leave()
         if stop_reason:
             raise DurableAgeError(stop_reason)
 
@@ -233,8 +233,10 @@ class Checkpointer:
             self.close()
         elif self._opened and not self._closed:  # other ranks may be gone: nothing collective
             self._closed = True
-            # The next start finishes what a storage that is away does not take now.
-            self._release_threads(away=issubclass(error, DurableAgeError))
+            # The next start finishes what a storage that is away does not take now. All ranks know of that, and leave.
+            self._release_threads(away=(away := issubclass(error, DurableAgeError)))
+            if away:
+                self._leave()
 
     def _keep_last(self, step: int, cursors: Mapping[str, Mapping[str, Any]] | None) -> bool:
         """The state after `step` is staged, on all ranks, if need be over a save whose upload has not begun."""
@@ -391,6 +393,10 @@ class Checkpointer:
         if self._committer is not None:
             self._committer.close(_COMMIT_WAIT_S)
         self._stager.close()
+
+    def _leave(self) -> None:
+        self._control.close()
+        self._world.leave()
 
     def _need_restore(self, what: str) -> None:
         if self._state is None:

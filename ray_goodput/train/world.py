@@ -19,9 +19,9 @@ from ray_goodput.errors import GoodputError
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class World:
-    """`group` is a gloo group of all ranks, None when there is only one."""
+    """`group` is a gloo group of all ranks, None when there is only one, and once it was left."""
 
     world_rank: int
     world_size: int
@@ -32,6 +32,14 @@ class World:
         """Collective: make the group."""
         group: Any = dist.new_group(backend="gloo") if world_size > 1 else None
         return cls(world_rank, world_size, group)
+
+    def leave(self) -> None:
+        """The group is gone, and its threads have ended: one that runs on while the interpreter shuts down may want
+        its lock there, to let go of a tensor, and then takes the process down (SIGABRT). Once, after the last agreement
+        of all ranks; `ControlWord.close` comes before."""
+        group, self.group = self.group, None
+        if group is not None and dist.is_initialized():  # else the program has taken all groups down already
+            dist.destroy_process_group(group)
 
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value, on every rank."""
@@ -114,6 +122,11 @@ class ControlWord:
         self._posted = True
         if self._backend is not None:
             self._work = self._backend.allreduce(self._word, self._options)
+
+    def close(self) -> None:
+        """What was posted and not read is waited for, and the group let go of. All ranks have posted as often."""
+        self.read()
+        self._backend = None
 
     def read(self) -> Decisions:
         """The decisions posted last, agreed; none if nothing was posted since the last read."""

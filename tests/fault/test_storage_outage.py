@@ -35,7 +35,14 @@ def test_training_goes_on_at_its_pace_and_the_next_commit_comes_by_itself(kind: 
 
 
 def start_two(gateway: JuiceFSGateway, log: Path, folder: Path) -> list[subprocess.Popen[bytes]]:
-    command = [sys.executable, str(STOPPING_JOB), f"{gateway.uri}/run", json.dumps(gateway.storage_options)]
+    command = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        str(STOPPING_JOB),
+        f"{gateway.uri}/run",
+        json.dumps(gateway.storage_options),
+    ]
     with Path(f"{log}.output").open("wb") as output:
         return [
             subprocess.Popen([*command, str(log), str(folder), str(rank)], stdout=output, stderr=output, env=os.environ)
@@ -46,7 +53,8 @@ def start_two(gateway: JuiceFSGateway, log: Path, folder: Path) -> list[subproce
 def told_by(processes: list[subprocess.Popen[bytes]], log: Path, timeout_s: float) -> list[dict]:
     for process in processes:
         process.wait(timeout_s)
-    assert not any(process.returncode for process in processes), Path(f"{log}.output").read_text()[-4000:]
+    codes = [process.returncode for process in processes]
+    assert codes == [0, 0], f"{sorted(log.parent.glob(f'{log.name}-*'))}: {Path(f'{log}.output').read_text()[-8000:]}"
     return [json.loads(Path(f"{log}-{rank}").read_text()) for rank in range(2)]
 
 

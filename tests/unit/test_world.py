@@ -2,6 +2,7 @@
 
 import multiprocessing as mp
 import socket
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -28,7 +29,17 @@ def _rank(world_rank: int, port: int, results) -> None:
     results.put(
         (world_rank, seen, world.broadcast(world_rank), world.gather(world_rank), world.all_true(world_rank == 0))
     )
+    before = gloo_threads()
+    word.close()
+    world.leave()
+    world.leave()  # nothing happens twice
+    results.put((world_rank, before, gloo_threads()))
     dist.destroy_process_group()
+    world.leave()
+
+
+def gloo_threads() -> int:
+    return sum("gloo" in Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir())
 
 
 def test_all_ranks_read_the_same_decisions_at_the_same_step() -> None:
@@ -41,8 +52,11 @@ def test_all_ranks_read_the_same_decisions_at_the_same_step() -> None:
     for process in ranks:
         process.start()
     answers = sorted([results.get(timeout=50) for _ in ranks], key=lambda answer: answer[0])
+    left = [results.get(timeout=50) for _ in ranks]
     for process in ranks:
         process.join(10)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert all(0 < after < before for _, before, after in left), "the group's threads run on"
     (_, seen0, *rest0), (_, seen1, *rest1) = answers
     assert seen0 == seen1
     assert [d.save for d in seen0] == [False] + [step % 3 == 0 for step in range(20)]
