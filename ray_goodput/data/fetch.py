@@ -31,10 +31,15 @@ __all__ = ["LocalShardSource", "ShardFetcher", "open_local_source"]
 logger = logging.getLogger(__name__)
 
 _WAIT_S = 3600.0  # how long one wait for the consumer may last before it is begun again
+_FIRST_BATCH_S = 1.0
 
 
 class LocalShardSource:
-    """A `ShardSource` whose prefetching runs in threads of this process; `start()` begins it, `close()` ends it."""
+    """A `ShardSource` whose prefetching runs in threads of this process; `start()` begins it, `close()` ends it.
+
+    What the first batch does not need waits for it, for a second at most: unpacking further data shards would take the
+    processors, and the interpreter's lock, from the samples that everybody waits for.
+    """
 
     def __init__(self, fetcher: ShardFetcher | MixtureFetcher, ahead: LookAhead, *, num_threads: int = 4) -> None:
         self._fetcher = fetcher
@@ -42,6 +47,9 @@ class LocalShardSource:
         self._mutex = threading.Lock()
         self._requests_before = governors.request_counts()
         self._next = 0
+        self._beyond_first = ahead.head
+        self._first_batch = threading.Event()
+        self._first_batch_mono_s: float | None = None  # when it is waited for no longer
         self._threads = [
             threading.Thread(target=self._prefetch, name=f"ray-goodput-prefetch-{i}", daemon=True)
             for i in range(num_threads)
@@ -80,11 +88,13 @@ class LocalShardSource:
 
     def advance(self, samples_consumed: int) -> None:
         """The consumer is at that stream position; prefetching follows."""
+        self._first_batch.set()
         self._ahead.advance(samples_consumed)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Prefetching ends; a fetch on the way gets `timeout_s` to finish."""
         self._ahead.close()
+        self._first_batch.set()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             if thread.ident is not None:
@@ -97,6 +107,8 @@ class LocalShardSource:
                 if found is None:
                     return
                 number, need = found
+                if number >= self._beyond_first:
+                    self._wait_for_first_batch()
                 if not self._ahead.admitted(number, _WAIT_S):
                     continue
                 self._next = number + 1
@@ -105,6 +117,12 @@ class LocalShardSource:
             except (GoodputError, OSError) as error:
                 # Not an error yet: the consumer fetches it itself when it gets there, and raises if that fails too.
                 logger.warning("cannot prefetch data shard %d: %s", need.data_shard, error)
+
+    def _wait_for_first_batch(self) -> None:
+        now = time.monotonic()
+        if self._first_batch_mono_s is None:
+            self._first_batch_mono_s = now + _FIRST_BATCH_S
+        self._first_batch.wait(max(0.0, self._first_batch_mono_s - now))
 
 
 def open_local_source(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from ray_goodput.core.order import SampleOrder
 from ray_goodput.core.placement import live_set, shard_visits
-from ray_goodput.data import shard_fetcher
+from ray_goodput.data import fetch, shard_fetcher
 from ray_goodput.data.cache import NodeCache
 from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.feed import next_uses
@@ -243,6 +244,25 @@ def test_prefetching_stops_at_the_look_ahead_and_follows_the_consumer(store: Fix
     assert set(store.downloads) == {f"part-{i}.parquet" for i in coming[:6]}
     source.close()
     assert not any(thread.is_alive() for thread in source._threads)
+
+
+def test_the_shards_of_the_first_batch_come_alone_until_it_is_there_or_a_second_is_over(
+    store: Fixture, cache: NodeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_FIRST_BATCH_S", 30.0)
+    source, _ = local_source(store, cache, max_shards=2)
+    wait_for_files(cache, 2)
+    threading.Event().wait(0.2)
+    assert len(cache.ls()) == 2
+    source.advance(4)
+    wait_for_files(cache, 4)
+    source.close()
+    waiting, _ = local_source(store, NodeCache(cache.root.with_name("other"), min_free_bytes=0).open())
+    wait_for_files(waiting._fetcher.cache, 2)
+    began = time.monotonic()
+    waiting.close()
+    assert time.monotonic() - began < 4
+    assert not any(thread.is_alive() for thread in waiting._threads)
 
 
 def test_a_source_whose_prefetching_fails_still_delivers_and_close_never_hangs(
