@@ -206,6 +206,8 @@ class BatchBuilder:
 
         After a batch, not within: one across the end of a window reads from what is done and from what has begun.
         """
+        if len(self._open) <= self._max_open:
+            return
         newest_first = data_shards[np.argsort(slots)[::-1]]
         used, first = np.unique(newest_first, return_index=True)
         for data_shard in used[np.argsort(first)[::-1]].tolist():

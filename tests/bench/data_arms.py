@@ -358,6 +358,7 @@ _OURS = (
 
 ARMS = {
     "ours": ArmSpec(open=ours, form="raw or tar", modules=_OURS),
+    "bound": ArmSpec(open=bound, form="arrow"),
     "ours: FileDataset": ArmSpec(
         open=ours_files,
         form="raw",
@@ -370,5 +371,4 @@ ARMS = {
     "litdata": ArmSpec(open=litdata, form="litdata", modules=("litdata",), peer="litdata"),
     "WebDataset": ArmSpec(open=webdataset, form="tar", modules=("webdataset", "boto3"), peer="webdataset"),
     "Ray Data": ArmSpec(open=ray_data, form="parquet", modules=("ray.data", "pyarrow.fs")),
-    "bound": ArmSpec(open=bound, form="arrow"),
 }
