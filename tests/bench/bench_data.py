@@ -4,8 +4,8 @@ Remote store: JuiceFS's S3 gateway behind a proxy with 20 ms latency and 150 MB/
 fresh process with an empty cache: epoch 1 fetches, epoch 2 is warm, and steps of a simulated accelerator show the
 waiting.
 Arms that would take minutes for an epoch are stopped after `--limit-s`, and their rate is that of the part.
-The others run in each of `--rounds`, since the machine's speed drifts by the minute; a budget's value is the median over
-the rounds of its ratio within a round.
+The others run in each of `--rounds`, since the machine's speed drifts by the minute; a budget's value is the median
+over the rounds of its ratio within a round.
 """
 
 from __future__ import annotations

@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import Any
 
 _LIST = Path(__file__).with_name("data_peers.txt")
+_REPOSITORY = Path(__file__).parents[2]
 _ABSENT = ("torchvision", "transformers")  # imported by Mosaic, used by nothing that is timed here
 
 
 def peers_python(folder: Path) -> tuple[Path, dict[str, str]]:
     """(interpreter of an environment in `folder` with the peers, package -> why it could not be installed)."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-    packages = next(folder.glob("lib/python3*/site-packages"))
-    (packages / "ours.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    python, packages = environment(folder, with_pip=True)
     absent = {}
     for line in _LIST.read_text().splitlines():
         if not line.strip() or line.startswith("#"):
@@ -40,6 +37,17 @@ def peers_python(folder: Path) -> tuple[Path, dict[str, str]]:
         else:
             mark.write_text(line)
     return python, absent
+
+
+def environment(folder: Path, *, with_pip: bool) -> tuple[Path, Path]:
+    """(interpreter, folder of packages) of an environment in `folder` that sees ours, and ray_goodput itself."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=with_pip)
+    packages = next(folder.glob("lib/python3*/site-packages"))
+    # The repository too: the file by which an editable installation is found counts in its own environment only.
+    (packages / "ours.pth").write_text("\n".join([*site.getsitepackages(), str(_REPOSITORY)]) + "\n")
+    return python, packages
 
 
 class _Hollow(types.ModuleType):
