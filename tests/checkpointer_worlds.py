@@ -35,6 +35,7 @@ def train(uri: str, options: dict[str, Any], steps: int, rank: int) -> tuple[int
             optimizer.step()
             optimizer.zero_grad()
             saves.step(step)
+    assert saves.wait(), "asked once more, after the close"
     return at, [value.clone() for value in model.state_dict().values()]
 
 

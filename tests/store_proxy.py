@@ -12,6 +12,7 @@ import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,11 @@ class StoreProxy:
     def options(self, server: Any) -> dict[str, Any]:
         """`server.storage_options`, through this proxy."""
         return {**server.storage_options, "endpoint_url": self.endpoint_url}
+
+    def times_fetched(self, suffix: str, since: int = 0) -> Counter[str]:
+        """How often each object of that ending was asked for, by its name, from request number `since` on."""
+        paths = [request.path.split("?")[0] for request in self.requests[since:] if request.method == "GET"]
+        return Counter(path.rpartition("/")[2] for path in paths if path.endswith(suffix))
 
     def __enter__(self) -> StoreProxy:
         threading.Thread(target=self._accept, name="store-proxy", daemon=True).start()

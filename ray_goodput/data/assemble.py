@@ -135,6 +135,7 @@ class BatchBuilder:
             slots = np.array([batch.start], dtype=np.int64)
             data_shards, rows = self._order.locate(slots)
         ids = self._order.sample_ids(data_shards, rows)
+        self._make_way(data_shards)
         if self._transforms is None and self._collate is None:
             gathered = self._gather(data_shards, rows)
             self._close_some(slots, data_shards)
@@ -196,16 +197,22 @@ class BatchBuilder:
     def _shard(self, data_shard: int) -> ShardColumns:
         known = self._open.get(data_shard)
         if known is not None:
+            self._open.move_to_end(data_shard)
             return known
         columns = ShardColumns(self._opened(data_shard), self._columns, title=self._describe(data_shard))
         self._open[data_shard] = columns
         return columns
 
-    def _close_some(self, slots: Int64Array, data_shards: Int64Array) -> None:
-        """At most `max_open` data shards stay open: those whose rows came last in the stream.
+    def _make_way(self, data_shards: Int64Array) -> None:
+        """Before a batch opens its data shards: others are closed, the longest unused first, until `max_open` hold them
+        all. Those that it reads stay, also if they are more: it may read from windows that end and from their next."""
+        needed = set(data_shards.tolist())
+        too_many = len(self._open) + len(needed - self._open.keys()) - self._max_open
+        for data_shard in [shard for shard in self._open if shard not in needed][: max(0, too_many)]:
+            del self._open[data_shard]
 
-        After a batch, not within: one across the end of a window reads from what is done and from what has begun.
-        """
+    def _close_some(self, slots: Int64Array, data_shards: Int64Array) -> None:
+        """After a batch, at most `max_open` data shards stay open: those whose rows came last in the stream."""
         if len(self._open) <= self._max_open:
             return
         newest_first = data_shards[np.argsort(slots)[::-1]]

@@ -117,7 +117,8 @@ class NodeCache:
 
     def rank_by(self, ranking: Ranking | None) -> None:
         """Eviction takes first what `ranking()` (asked once per eviction) does not name, then what is needed last, and
-        never anything needed before the shard that room is made for. None: least recently opened first."""
+        nothing needed before the shard that room is made for, unless a batch waits for that (`reserve`). None: least
+        recently opened first."""
         self._room.ranking = ranking
 
     def path(self, name: str) -> Path:
@@ -201,7 +202,7 @@ class NodeCache:
         """A context with an empty folder on the cache's disk in which `size_bytes` may be written; gone at its end.
 
         what: content name it is for; nothing that the ranking says is needed sooner makes room for it. None: a batch
-        waits for it; everything that is not open may go, and what others are just writing is waited for.
+        waits for it; what others are just writing is waited for, 20 s at most, and at last all that is not open may go.
 
         Raises:
             CacheFullError: no room even after eviction.

@@ -29,7 +29,8 @@ SUFFIX = ".arrow"
 _NAME = re.compile(r"[0-9a-f]{32}")
 _RESERVATION = re.compile(r"[0-9a-f]{16}-(\d+)")
 _ADMISSION_TIMEOUT_S = 30.0
-_AWAITED_TIMEOUT_S, _AWAITED_POLL_S = 60.0, 0.02  # how long, and how often looked, for the reservations of others
+_AWAITED_TIMEOUT_S = 20.0  # well below the time for which a worker waits for its node's actor
+_AWAITED_POLL_S, _AWAITED_DECIDE_S = 0.02, 1.0
 _NEVER = float("inf")
 
 Ranking = Callable[[], Mapping[str, float]]
@@ -90,8 +91,8 @@ class CacheRoom:
         """An empty folder in which the caller may write `size_bytes`; removed at the end, with what is left in it.
 
         what: content name of the data shard it is for; with a ranking, nothing needed sooner is evicted for it. None:
-        somebody waits for it; all that is not open may go, and the reservations of others are waited for, since they
-        soon become files that may go too.
+        a batch waits for it. Then the reservations of others, which soon become files, are waited for, and at last all
+        that is not open may go.
 
         Raises:
             CacheFullError: not even eviction makes that much room.
@@ -99,23 +100,33 @@ class CacheRoom:
         deadline = time.monotonic() + _AWAITED_TIMEOUT_S
         while True:
             with self._admission():
+                others = self._reservation_names()
+                # Nobody waits here with a reservation of its own, so those there are come to an end.
+                hopeless = self.limit_bytes is not None and size_bytes > self.limit_bytes
+                last = what is not None or not others or hopeless or time.monotonic() > deadline
                 try:
-                    folder, lock = self._reserved(size_bytes, what)
+                    folder, lock = self._reserved(size_bytes, what, spare_now=not last)
                     break
                 except CacheFullError:
-                    # Nobody waits here with a reservation of its own, so those there are come to an end.
-                    if what is not None or not self.reserved()[0] or time.monotonic() > deadline:
+                    if last:
                         raise
-            time.sleep(_AWAITED_POLL_S)
+            # Other processes tell nobody. The folder of reservations is small; a whole look is taken when it changes,
+            # or now and then, since its owners may die.
+            decide_at = time.monotonic() + _AWAITED_DECIDE_S
+            while self._reservation_names() == others and time.monotonic() < decide_at:
+                time.sleep(_AWAITED_POLL_S)
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
-    def _reserved(self, size_bytes: int, what: str | None) -> tuple[Path, int]:
+    def _reservation_names(self) -> set[str]:
+        return {entry.name for entry, _ in self._reservations()}
+
+    def _reserved(self, size_bytes: int, what: str | None, *, spare_now: bool) -> tuple[Path, int]:
         """The folder of a new reservation, and its lock, held. Under the admission lock."""
-        self._make_room(size_bytes, what)
+        self._make_room(size_bytes, what, spare_now=spare_now)
         folder = self._scratch / f"{secrets.token_hex(8)}-{size_bytes}"
         folder.mkdir(parents=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -131,14 +142,15 @@ class CacheRoom:
             shutil.rmtree(folder, ignore_errors=True)
         fsync_folder(path.parent)
 
-    def evict(self, need_bytes: int, what: str | None = None) -> tuple[int, int]:
+    def evict(self, need_bytes: int, what: str | None = None, *, spare_now: bool = False) -> tuple[int, int]:
         """Removes files until `need_bytes` are freed or none is left that may go; returns (bytes, files) removed.
 
-        First what the ranking does not know, least recently opened first; then by the ranking, farthest first.
+        First what the ranking does not know, least recently opened first; then by the ranking, farthest first, down to
+        `what`; without it, down to what is needed now, and that too unless `spare_now`.
         """
         ranks = self.ranking() if self.ranking is not None else {}
-        own = _NEVER if what is None else ranks.get(what, _NEVER)
-        if own <= 0 or own == _NEVER:  # needed now, or outside the ranking: somebody waits for it
+        own = 0.0 if what is None else ranks.get(what, _NEVER)
+        if own <= 0 and not spare_now:
             own = -1.0
         candidates = [(ranks.get(file.name, _NEVER), file) for file in self.files()]
         candidates.sort(key=lambda pair: (-pair[0], pair[1].used_at_s))
@@ -179,17 +191,17 @@ class CacheRoom:
             unwritten += max(0, size - written)
         return total, unwritten
 
-    def _make_room(self, size_bytes: int, what: str | None) -> None:
+    def _make_room(self, size_bytes: int, what: str | None, *, spare_now: bool) -> None:
         for _ in self._dead_reservations():
             pass
         short = self._short_bytes(size_bytes)
         if short <= 0:
             return
         if self.limit_bytes is None or size_bytes <= self.limit_bytes:
-            self.evict(short, what)
+            self.evict(short, what, spare_now=spare_now)
             short = self._short_bytes(size_bytes)
         if short > 0:
-            raise CacheFullError(self._explain(size_bytes, short))
+            raise CacheFullError(self._explain(size_bytes, short, awaited=what is None))
 
     def _short_bytes(self, size_bytes: int) -> int:
         """How many bytes must go before `size_bytes` fit; 0 or less: they do."""
@@ -200,12 +212,13 @@ class CacheRoom:
             short = max(short, used + total + size_bytes - self.limit_bytes)
         return short
 
-    def _explain(self, size_bytes: int, short: int) -> str:
+    def _explain(self, size_bytes: int, short: int, *, awaited: bool) -> str:
         used = sum(file.size_bytes for file in self.files())
+        held = "all in use" if awaited else "open or needed sooner"
         limit = "no limit" if self.limit_bytes is None else f"a limit of {self.limit_bytes} bytes"
         return (
             f"The cache {self.root} has no room for {size_bytes} bytes: {short} are missing. It holds {used} bytes and "
-            f"{self.reserved()[0]} reserved ones, open or needed sooner, with {limit}, and the disk has "
+            f"{self.reserved()[0]} reserved ones, {held}, with {limit}, and the disk has "
             f"{free_bytes(self.root)} bytes free, of which {self.min_free_bytes} are left alone. Raise "
             f"cache_limit_bytes, free disk space, or use smaller data shards, a smaller window or fewer lanes."
         )

@@ -141,6 +141,7 @@ def look_ahead(
         max_shards=spec.prefetch_shards,
         max_bytes=None if limit is None else limit // 2,
         live_shards=live,
+        lanes=order.lanes,
     )
 
 

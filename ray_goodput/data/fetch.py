@@ -37,8 +37,9 @@ _FIRST_BATCH_S = 1.0
 class LocalShardSource:
     """A `ShardSource` whose prefetching runs in threads of this process; `start()` begins it, `close()` ends it.
 
-    What the first batch does not need waits for it, for a second at most: unpacking further data shards would take the
-    processors, and the interpreter's lock, from the samples that everybody waits for.
+    Once what the first batch needs is there or on its way, the rest waits until the batch is done, for a second at
+    most: unpacking further data shards would take the processors, and the interpreter's lock, from the samples that
+    everybody waits for.
     """
 
     def __init__(self, fetcher: ShardFetcher | MixtureFetcher, ahead: LookAhead, *, num_threads: int = 4) -> None:
@@ -50,6 +51,7 @@ class LocalShardSource:
         self._beyond_first = ahead.head
         self._first_batch = threading.Event()
         self._first_batch_mono_s: float | None = None  # when it is waited for no longer
+        self._first_shards = {found[1].data_shard for n in range(ahead.head) if (found := ahead.at(n)) is not None}
         self._threads = [
             threading.Thread(target=self._prefetch, name=f"ray-goodput-prefetch-{i}", daemon=True)
             for i in range(num_threads)
@@ -67,6 +69,8 @@ class LocalShardSource:
         Raises:
             ShardReadError, ObjectChangedError, CacheFullError: it cannot be had.
         """
+        if data_shard not in self._first_shards:
+            self._first_batch.set()  # what is built now needs more than the first batch
         return self._fetcher.table(data_shard)
 
     def describe(self, data_shard: int) -> str:

@@ -39,7 +39,9 @@ class LookAhead:
     shard_bytes: size of a data shard, for `max_bytes`.
     consumed: samples consumed when it starts.
     batch_samples: samples of a global batch.
-    live_shards: how many of the needs just before the next batch may still be read from (`core.placement.live_set`).
+    live_shards: how many needs may be read from at one position (`core.placement.live_set`).
+    lanes: of the order. A window that begins within as many samples from the next batch's start has taken the place of
+        its lane's window before.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class LookAhead:
         max_shards: int,
         max_bytes: int | None = None,
         live_shards: int = 0,
+        lanes: int = 0,
     ) -> None:
         self._needs = needs
         self._shard_bytes = shard_bytes
@@ -60,13 +63,14 @@ class LookAhead:
         self._max_shards = max(1, max_shards)
         self._max_bytes = max_bytes
         self._live_shards = live_shards
+        self._lanes = lanes
         self._changed = threading.Condition()
         self._known: deque[Need] = deque()  # needs base .. base + len - 1
         self._base = 0
         self._exhausted = False
         self._closed = False
         self._head = 0
-        self._next_batch = 0  # number of the first need that begins in the consumer's next batch, or after it
+        self._begun = 0  # number of the first need that is none of those that the next batch's first samples are of
         with self._changed:
             self._move_head()
 
@@ -153,10 +157,10 @@ class LookAhead:
             self._known.append(need)
 
     def _move_head(self) -> None:
-        self._next_batch = self._first_from(self._consumed, self._next_batch)
-        self._head = self._first_from(self._consumed + self._batch_samples, max(self._head, self._next_batch))
+        self._begun = self._first_from(self._consumed + min(self._lanes, self._batch_samples), self._begun)
+        self._head = self._first_from(self._consumed + self._batch_samples, max(self._head, self._begun))
         # Forget what is done. Not all before the head: a batch across an epoch's end reads from both epochs' shards.
-        while self._base < self._next_batch - self._live_shards:
+        while self._base < self._begun - self._live_shards:
             self._known.popleft()
             self._base += 1
 

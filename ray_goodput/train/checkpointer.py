@@ -44,6 +44,7 @@ from ray_goodput.train.uploads import Uploads
 from ray_goodput.train.world import ControlWord, Decisions, World
 
 logger = logging.getLogger(__name__)
+
 _NUM_SLOTS = 2
 _COMMIT_WAIT_S = 60.0
 _FINAL_WAIT_S = 1800.0
@@ -91,6 +92,7 @@ class Checkpointer:
         self._cursors: Mapping[str, Mapping[str, Any]] = {}
         self._committer: Committer | None = None
         self._opened = self._prepared = self._closed = False
+        self._done: bool | None = None  # once closed: whether the last save was committed
         self._age = OwnAge(self._config.max_durable_age_s, stop=self._config.on_durable_age == "stop")
         self.last_step = 0
         self.skipped = 0
@@ -186,8 +188,11 @@ class Checkpointer:
         return self._save(step, cursors, must=True)
 
     def wait(self, timeout_s: float = 1800.0) -> bool:
-        """Every save of this rank is in storage, the newest one of all ranks committed; False after `timeout_s`."""
+        """Every save of this rank is in storage, the newest one of all ranks committed; False after `timeout_s`. Once
+        closed: whether they were then."""
         self._need_restore("wait")
+        if self._done is not None:
+            return self._done
         self._copies.settle()
         deadline = self._clock.mono_s() + timeout_s
         self._uploads.wait(timeout_s)
@@ -221,6 +226,7 @@ class Checkpointer:
                 stop_reason = self._world.broadcast(self._age.stop_reason)
         finally:  # also when another rank is gone: this process must be able to end
             self._release_threads(away=not committed)
+            self._done = committed
         self._leave()
         if stop_reason:
             raise DurableAgeError(stop_reason)
@@ -232,9 +238,10 @@ class Checkpointer:
         if error is None:
             self.close()
         elif self._opened and not self._closed:  # other ranks may be gone: nothing collective
-            self._closed = True
+            self._closed, self._done = True, False
             # The next start finishes what a storage that is away does not take now. All ranks know of that, and leave.
-            self._release_threads(away=(away := issubclass(error, DurableAgeError)))
+            away = issubclass(error, DurableAgeError)
+            self._release_threads(away=away)
             if away:
                 self._leave()
 

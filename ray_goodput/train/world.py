@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ray_goodput.core.tiers import SaveTier
-from ray_goodput.errors import GoodputError
+from ray_goodput.errors import GoodputError, SessionError
 
 T = TypeVar("T")
 
@@ -41,27 +41,33 @@ class World:
         if group is not None and dist.is_initialized():  # else the program has taken all groups down already
             dist.destroy_process_group(group)
 
+    def _joined(self) -> dist.ProcessGroup | None:
+        """None for a world of one. Raises SessionError once the group was left: a rank must not agree with itself."""
+        if self.group is None and self.world_size > 1:
+            raise SessionError("The ranks have left their group: nothing more can be agreed on after the close.")
+        return self.group
+
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value, on every rank."""
         box: list[Any] = [value]
-        if self.group is not None:
-            dist.broadcast_object_list(box, src=0, group=self.group)
+        if (group := self._joined()) is not None:
+            dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, ordered by world rank, on every rank."""
-        if self.group is None:
+        if (group := self._joined()) is None:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value, group=group)
         return values
 
     def all_true(self, flag: bool) -> bool:
         """Whether `flag` holds on every rank."""
-        if self.group is None:
+        if (group := self._joined()) is None:
             return flag
         word = torch.tensor([int(flag)], dtype=torch.int32)
-        dist.all_reduce(word, op=dist.ReduceOp.MIN, group=self.group)
+        dist.all_reduce(word, op=dist.ReduceOp.MIN, group=group)
         return bool(word.item())
 
     def on_rank_0(self, action: Callable[[], T]) -> T:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,12 +40,6 @@ def proxy(juicefs_gateway: JuiceFSGateway) -> Iterator[StoreProxy]:
         yield running
 
 
-def fetched(proxy: StoreProxy, since: int = 0) -> Counter[str]:
-    """How often each object was asked for."""
-    paths = [r.path.split("?")[0] for r in proxy.requests[since:] if r.method == "GET" and ".parquet" in r.path]
-    return Counter(path.rpartition("/")[2] for path in paths)
-
-
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 def test_every_node_fetches_its_shards_once_and_nothing_while_they_are_cached(
     juicefs_gateway: JuiceFSGateway, sizes: dict[str, int], proxy: StoreProxy, tmp_path: Path, nodes: int
@@ -70,7 +63,7 @@ def test_every_node_fetches_its_shards_once_and_nothing_while_they_are_cached(
         with ThreadPoolExecutor(nodes * ranks_of_a_node) as pool:
             rows = [i for part in pool.map(read, range(nodes * ranks_of_a_node)) for i in part]
         assert sorted(rows) == sorted([*range(SHARDS * ROWS)] * 2)
-        asked, over_the_wire = fetched(proxy, before), proxy.fetched_bytes - bytes_before
+        asked, over_the_wire = proxy.times_fetched(".parquet", before), proxy.fetched_bytes - bytes_before
         if life == "cold":
             assert set(asked) == set(sizes)
             assert max(asked.values()) <= nodes, "a node fetched a data shard twice"
@@ -90,7 +83,7 @@ def test_with_a_cache_smaller_than_the_data_a_shard_comes_at_most_once_an_epoch(
     before = len(proxy.requests)
     with data.loader(epochs=epochs, manifest=manifest, cache_dir=tmp_path) as batches:
         assert sum(batch.num_samples for batch in batches) == epochs * SHARDS * ROWS
-    asked = fetched(proxy, before)
+    asked = proxy.times_fetched(".parquet", before)
     assert max(asked.values()) <= epochs
     assert sum(asked.values()) < epochs * SHARDS, "nothing was kept from one epoch to the next"
 

@@ -19,6 +19,7 @@ from ray_goodput.config import StoreSpec
 from ray_goodput.storage import open_store
 from running import Finished, Job, assert_books_balance, assert_nothing_lost, stop_job
 from servers import JuiceFSGateway
+from store_proxy import StoreProxy
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -38,15 +39,20 @@ def test_undisturbed_every_sample_is_trained_on_once_an_epoch(undisturbed: Finis
 def test_three_ranks_resume_bit_identically_when_reproducible_through_a_real_s3_server(
     job: StartJob, undisturbed: Finished, data: Path, juicefs_gateway: JuiceFSGateway
 ) -> None:
-    """Data and storage of the one that is killed are on S3, those of the one that is not on a local disk."""
+    """Data and storage of the one that is killed are on S3, those of the one that is not on a local disk. And D2,
+    counted at the server: a data shard comes once, whoever is killed, besides the look at it for the manifest."""
     arguments = ("--workers", "3", "--reproducible")
     whole = job("three", *arguments).succeed()
     root, options = f"s3://{juicefs_gateway.bucket}/worker-loss", dict(juicefs_gateway.storage_options)
     store = open_store(StoreSpec(uri=f"{root}/data", options=options))
     for file in sorted(data.glob("*.parquet")):
         store.put(file.name, file.read_bytes())
-    on_s3 = {"data": f"{root}/data", "storage": f"{root}/runs", "storage_options": options}
-    killed = job("three-killed", *arguments, "--kill", "4", **on_s3).succeed()
+    with StoreProxy(int(juicefs_gateway.endpoint_url.rpartition(":")[2])) as proxy:
+        on_s3 = {"data": f"{root}/data", "storage": f"{root}/runs", "storage_options": proxy.options(juicefs_gateway)}
+        killed = job("three-killed", *arguments, "--kill", "4", **on_s3).succeed()
+        asked = proxy.times_fetched(".parquet")
+    assert set(asked) == {file.name for file in data.glob("*.parquet")}
+    assert max(asked.values()) <= 2
     assert killed.outcome["killed"], "nothing was killed"
     assert [attempt for attempt, _, _ in killed.outcome["resumes"]] == [1, 2]
     assert killed.outcome["resumes"][1][1] > 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -352,6 +353,28 @@ def test_a_data_shard_is_opened_once_an_epoch(lanes: int, window: int) -> None:
     for _ in make_loader(source, order=order, global_batch_size=12, epochs=3):
         pass
     assert max(Counter(source.asked).values()) <= 3
+
+
+@pytest.mark.parametrize(("lanes", "window"), [(8, 1), (1, 1), (2, 2)])
+def test_before_a_batch_opens_the_next_windows_those_that_ended_are_closed(lanes: int, window: int) -> None:
+    """Their files stay locked in the cache as long as they are open: it need not hold two windows of each lane."""
+    num_opened = most = 0
+    closed: list[int] = []
+
+    def opened(shard: int) -> pa.Table:
+        nonlocal num_opened, most
+        values = np.arange(48 * shard, 48 * shard + 48)
+        weakref.finalize(values, closed.append, shard)
+        num_opened += 1
+        most = max(most, num_opened - len(closed))
+        return pa.table({"id": values})
+
+    order = SampleOrder([48] * 32, seed=0, lanes=lanes, window=window)
+    loader = make_loader(MemorySource(opened), order=order, global_batch_size=48, epochs=2)
+    for _ in loader:
+        pass
+    assert num_opened <= 2 * 32
+    assert most <= (lanes + 1) * window
 
 
 def test_a_list_column_of_equal_lengths_in_some_shards_only_is_ragged_as_a_whole() -> None:

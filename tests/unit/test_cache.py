@@ -179,7 +179,9 @@ def test_with_a_ranking_the_farthest_next_use_goes_first_and_nothing_needed_soon
     with pytest.raises(CacheFullError, match="open or needed sooner"):
         cache.write(NAMES[4], table_of(1000))  # needed at 8, after all the others
     assert {file.name for file in cache.ls()} == {NAMES[0], NAMES[1], NAMES[3]}
-    cache.write(NAMES[9], table_of(1000))  # unknown to the ranking: somebody waits for it
+    with pytest.raises(CacheFullError, match="open or needed sooner"):
+        cache.write(NAMES[9], table_of(1000))  # unknown to the ranking
+    cache.write(NAMES[9], table_of(1000), awaited=True)
     assert {file.name for file in cache.ls()} == {NAMES[1], NAMES[3], NAMES[9]}
     cache.write(NAMES[0], table_of(1000))  # what the ranking does not know goes first
     assert {file.name for file in cache.ls()} == {NAMES[0], NAMES[1], NAMES[3]}
@@ -196,9 +198,37 @@ def test_for_a_batch_that_waits_even_what_is_needed_sooner_makes_room_but_nothin
     cache.write(NAMES[2], table_of(1000), awaited=True)
     assert {file.name for file in cache.ls()} == {NAMES[0], NAMES[2]}
     held = [cache.open_table(NAMES[0]), cache.open_table(NAMES[2])]
-    with pytest.raises(CacheFullError, match="open or needed sooner"):
+    with pytest.raises(CacheFullError, match="all in use"):
         cache.write(NAMES[1], table_of(1000), awaited=True)
     assert len(held) == len(cache.ls()) == 2
+
+
+def test_a_batch_that_waits_for_reservations_leaves_what_others_need_now_and_a_shard_too_large_waits_for_nothing(
+    tmp_path: Path,
+) -> None:
+    size = file_bytes(table_of(1000))
+    cache = NodeCache(tmp_path, limit_bytes=3 * size, min_free_bytes=0).open()
+    cache.rank_by(lambda: {NAMES[0]: 0.0})
+    cache.write(NAMES[0], table_of(1000), awaited=True)  # another rank's batch is about to open it
+    begun, seen = threading.Event(), []
+
+    def prefetch() -> None:
+        with cache.reserve(2 * size, NAMES[1]):
+            begun.set()
+            time.sleep(0.5)
+            seen.append(cache.contains(NAMES[0]))
+
+    other = threading.Thread(target=prefetch)
+    other.start()
+    assert begun.wait(10)
+    began = time.monotonic()
+    with pytest.raises(CacheFullError, match="all in use"), cache.reserve(4 * size, None):
+        pass
+    assert time.monotonic() - began < 0.4
+    with cache.reserve(size, None):
+        assert cache.contains(NAMES[0])
+    other.join(10)
+    assert seen == [True]
 
 
 def test_a_batch_waits_for_the_reservations_of_others_instead_of_failing(tmp_path: Path) -> None:

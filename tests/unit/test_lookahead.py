@@ -92,6 +92,21 @@ def test_a_batch_across_the_end_of_an_epoch_uses_the_shards_of_both() -> None:
     assert ahead.next_uses() == {5: 0.0, 6: 0.0, 7: 1.0, 8: 2.0}
 
 
+def test_where_windows_end_with_a_batch_nothing_of_them_is_kept() -> None:
+    ahead = look([Need(0, 5), Need(1, 6), Need(40, 7), Need(41, 8), Need(80, 5)], live_shards=2, lanes=2)
+    ahead.advance(40)
+    assert ahead.next_uses() == {7: 0.0, 8: 0.0, 5: 1.0}
+    ahead.advance(35)  # ignored
+    assert look(
+        [Need(0, 5), Need(1, 6), Need(40, 7), Need(41, 8)], live_shards=2, lanes=2, consumed=35
+    ).next_uses() == {
+        5: 0.0,
+        6: 0.0,
+        7: 0.0,
+        8: 0.0,
+    }
+
+
 @pytest.mark.parametrize("end", ["advance", "close"])
 def test_who_waits_is_woken_by_progress_or_by_the_end(end: str) -> None:
     ahead = look(needs())

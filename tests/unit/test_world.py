@@ -4,8 +4,10 @@ import multiprocessing as mp
 import socket
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
+from ray_goodput.errors import SessionError
 from ray_goodput.train.world import ControlWord, Decisions, World
 
 
@@ -34,6 +36,8 @@ def _rank(world_rank: int, port: int, results) -> None:
     world.leave()
     world.leave()  # nothing happens twice
     results.put((world_rank, before, gloo_threads()))
+    with pytest.raises(SessionError, match="left their group"):
+        world.all_true(True)
     dist.destroy_process_group()
     world.leave()
 
