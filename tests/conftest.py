@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from servers import JuiceFSGateway
+from store_proxy import StoreProxy
 
 
 def pytest_configure() -> None:
@@ -24,3 +25,10 @@ def juicefs_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JuiceF
     """A running gateway with one bucket for the whole session: use a prefix of your own, do not stop it."""
     with JuiceFSGateway(tmp_path_factory.mktemp("juicefs")) as gateway:
         yield gateway
+
+
+@pytest.fixture
+def proxy(juicefs_gateway: JuiceFSGateway) -> Iterator[StoreProxy]:
+    """Between a test and that gateway: it counts, and does nothing to what passes."""
+    with StoreProxy(int(juicefs_gateway.endpoint_url.rpartition(":")[2])) as running:
+        yield running

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,6 @@ def sizes(juicefs_gateway: JuiceFSGateway) -> dict[str, int]:
         store.put(f"{shard:02d}.parquet", out.getvalue().to_pybytes())
         found[f"{shard:02d}.parquet"] = out.getvalue().size
     return found
-
-
-@pytest.fixture
-def proxy(juicefs_gateway: JuiceFSGateway) -> Iterator[StoreProxy]:
-    with StoreProxy(int(juicefs_gateway.endpoint_url.rpartition(":")[2])) as running:
-        yield running
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])

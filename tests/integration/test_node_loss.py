@@ -79,7 +79,12 @@ def drain_node_of(pid: int, deadline_s: int, address: str) -> None:
 
 
 def test_after_the_loss_of_a_node_each_step_trains_on_the_same_tensors_as_without_it(
-    cluster: DemoCluster, job: Callable[..., Job], data: Path, tmp_path: Path, juicefs_gateway: JuiceFSGateway
+    cluster: DemoCluster,
+    job: Callable[..., Job],
+    data: Path,
+    tmp_path: Path,
+    juicefs_gateway: JuiceFSGateway,
+    proxy: StoreProxy,
 ) -> None:
     """And D2, counted at the server: a data shard goes to each node once, besides the look at it for the manifest."""
     options = dict(juicefs_gateway.storage_options)
@@ -89,14 +94,13 @@ def test_after_the_loss_of_a_node_each_step_trains_on_the_same_tensors_as_withou
         store.put(file.name, file.read_bytes())
     tiers = ["--every", "1000", "--every-local", "3", "--peer-copies", "1", "--augment"]
     arguments = ["--workers", "2:3", "--step-s", "0.3", "--step-log", str(tmp_path / "steps"), *tiers]
-    with StoreProxy(int(juicefs_gateway.endpoint_url.rpartition(":")[2])) as proxy:
-        on_s3 = {"data": f"{root}/data", "storage": f"{root}/runs", "storage_options": proxy.options(juicefs_gateway)}
-        running = job("node-lost", *arguments, **on_s3)
-        _wait_for_steps(running, tmp_path / "steps", 12)
-        victim = _worker_away_from_rank_0(cluster)
-        cluster.kill_node_of(victim)
-        lost = running.succeed()
-        asked = proxy.times_fetched(".parquet")
+    on_s3 = {"data": f"{root}/data", "storage": f"{root}/runs", "storage_options": proxy.options(juicefs_gateway)}
+    running = job("node-lost", *arguments, **on_s3)
+    _wait_for_steps(running, tmp_path / "steps", 12)
+    victim = _worker_away_from_rank_0(cluster)
+    cluster.kill_node_of(victim)
+    lost = running.succeed()
+    asked = proxy.times_fetched(".parquet")
     assert set(asked) == {file.name for file in data.glob("*.parquet")}
     nodes = 3
     assert max(asked.values()) <= 1 + nodes

@@ -37,7 +37,7 @@ def test_undisturbed_every_sample_is_trained_on_once_an_epoch(undisturbed: Finis
 
 
 def test_three_ranks_resume_bit_identically_when_reproducible_through_a_real_s3_server(
-    job: StartJob, undisturbed: Finished, data: Path, juicefs_gateway: JuiceFSGateway
+    job: StartJob, undisturbed: Finished, data: Path, juicefs_gateway: JuiceFSGateway, proxy: StoreProxy
 ) -> None:
     """Data and storage of the one that is killed are on S3, those of the one that is not on a local disk. And D2,
     counted at the server: a data shard comes once, whoever is killed, besides the look at it for the manifest."""
@@ -47,10 +47,9 @@ def test_three_ranks_resume_bit_identically_when_reproducible_through_a_real_s3_
     store = open_store(StoreSpec(uri=f"{root}/data", options=options))
     for file in sorted(data.glob("*.parquet")):
         store.put(file.name, file.read_bytes())
-    with StoreProxy(int(juicefs_gateway.endpoint_url.rpartition(":")[2])) as proxy:
-        on_s3 = {"data": f"{root}/data", "storage": f"{root}/runs", "storage_options": proxy.options(juicefs_gateway)}
-        killed = job("three-killed", *arguments, "--kill", "4", **on_s3).succeed()
-        asked = proxy.times_fetched(".parquet")
+    on_s3 = {"data": f"{root}/data", "storage": f"{root}/runs", "storage_options": proxy.options(juicefs_gateway)}
+    killed = job("three-killed", *arguments, "--kill", "4", **on_s3).succeed()
+    asked = proxy.times_fetched(".parquet")
     assert set(asked) == {file.name for file in data.glob("*.parquet")}
     assert max(asked.values()) <= 2
     assert killed.outcome["killed"], "nothing was killed"
