@@ -202,7 +202,7 @@ class NodeCache:
         """A context with an empty folder on the cache's disk in which `size_bytes` may be written; gone at its end.
 
         what: content name it is for; nothing that the ranking says is needed sooner makes room for it. None: a batch
-        waits for it; what others are just writing is waited for, 20 s at most, and at last all that is not open may go.
+        waits for it; what others are just writing is waited for, 10 s at most, and at last all that is not open may go.
 
         Raises:
             CacheFullError: no room even after eviction.

@@ -29,7 +29,7 @@ SUFFIX = ".arrow"
 _NAME = re.compile(r"[0-9a-f]{32}")
 _RESERVATION = re.compile(r"[0-9a-f]{16}-(\d+)")
 _ADMISSION_TIMEOUT_S = 30.0
-_AWAITED_TIMEOUT_S = 20.0  # well below the time for which a worker waits for its node's actor
+_AWAITED_TIMEOUT_S = 10.0  # twice for a data shard; together well below a worker's wait for its node's actor
 _AWAITED_POLL_S, _AWAITED_DECIDE_S = 0.02, 1.0
 _NEVER = float("inf")
 
@@ -105,7 +105,7 @@ class CacheRoom:
                 hopeless = self.limit_bytes is not None and size_bytes > self.limit_bytes
                 last = what is not None or not others or hopeless or time.monotonic() > deadline
                 try:
-                    folder, lock = self._reserved(size_bytes, what, spare_now=not last)
+                    folder, lock = self._reserved(size_bytes, what, spare_now=what is not None or not last)
                     break
                 except CacheFullError:
                     if last:
@@ -146,17 +146,20 @@ class CacheRoom:
         """Removes files until `need_bytes` are freed or none is left that may go; returns (bytes, files) removed.
 
         First what the ranking does not know, least recently opened first; then by the ranking, farthest first, down to
-        `what`; without it, down to what is needed now, and that too unless `spare_now`.
+        `what`; without it, all. With `spare_now` nothing that is needed now, and nothing at all if that is not enough.
         """
         ranks = self.ranking() if self.ranking is not None else {}
         own = 0.0 if what is None else ranks.get(what, _NEVER)
-        if own <= 0 and not spare_now:
+        if what is None and not spare_now:
             own = -1.0
         candidates = [(ranks.get(file.name, _NEVER), file) for file in self.files()]
+        candidates = [(use, file) for use, file in candidates if use > own or use == _NEVER]
+        if spare_now and sum(file.size_bytes for _, file in candidates) < need_bytes:
+            return 0, 0  # it would not be enough, and others would take it
         candidates.sort(key=lambda pair: (-pair[0], pair[1].used_at_s))
         freed = count = 0
-        for use, file in candidates:
-            if freed >= need_bytes or (use <= own and use != _NEVER):
+        for _, file in candidates:
+            if freed >= need_bytes:
                 break
             if file.name != what and remove_unless_open(file.path):
                 freed += file.size_bytes

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from ray_goodput.data.mixture_manifest import AnyManifest
 
 
+_RANKS_APART = 3  # batches: the loaders of a node's ranks build two ahead, each when it has room
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedSpec:
     """Which ranks read, from where: `start` is samples consumed; `epochs` counts from position 0, None has no end."""
@@ -142,6 +145,7 @@ def look_ahead(
         max_bytes=None if limit is None else limit // 2,
         live_shards=live,
         lanes=order.lanes,
+        behind=0 if len(feed.dp_ranks) == 1 else _RANKS_APART * spec.global_batch_size,
     )
 
 

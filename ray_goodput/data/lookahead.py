@@ -40,6 +40,7 @@ class LookAhead:
     consumed: samples consumed when it starts.
     batch_samples: samples of a global batch.
     live_shards: how many needs may be read from at one position (`core.placement.live_set`).
+    behind: samples by which the consumer that is told of may be ahead of others that this is for.
     lanes: of the order. A window that begins within as many samples from the next batch's start has taken the place of
         its lane's window before.
     """
@@ -55,6 +56,7 @@ class LookAhead:
         max_bytes: int | None = None,
         live_shards: int = 0,
         lanes: int = 0,
+        behind: int = 0,
     ) -> None:
         self._needs = needs
         self._shard_bytes = shard_bytes
@@ -64,13 +66,14 @@ class LookAhead:
         self._max_bytes = max_bytes
         self._live_shards = live_shards
         self._lanes = lanes
+        self._behind = behind
         self._changed = threading.Condition()
         self._known: deque[Need] = deque()  # needs base .. base + len - 1
         self._base = 0
         self._exhausted = False
         self._closed = False
         self._head = 0
-        self._begun = 0  # number of the first need that is none of those that the next batch's first samples are of
+        self._begun = 0  # number of the first need after those that the last consumer's next batch begins with
         with self._changed:
             self._move_head()
 
@@ -157,7 +160,8 @@ class LookAhead:
             self._known.append(need)
 
     def _move_head(self) -> None:
-        self._begun = self._first_from(self._consumed + min(self._lanes, self._batch_samples), self._begun)
+        last = self._consumed - self._behind
+        self._begun = self._first_from(last + min(self._lanes, self._batch_samples), self._begun)
         self._head = self._first_from(self._consumed + self._batch_samples, max(self._head, self._begun))
         # Forget what is done. Not all before the head: a batch across an epoch's end reads from both epochs' shards.
         while self._base < self._begun - self._live_shards:

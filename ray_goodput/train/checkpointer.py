@@ -161,7 +161,7 @@ class Checkpointer:
             FencedError: a later start of this run goes on without this one.
             DurableAgeError: no checkpoint became durable for `max_durable_age`, and you asked to stop then.
         """
-        self._need_restore("step")
+        self._need_restore("step", open=True)
         self._copies.settle()
         agreed = self._control.read()
         if not self._prepared:
@@ -184,12 +184,12 @@ class Checkpointer:
             CheckpointError: the state cannot be saved; on all ranks.
             FencedError: a later start of this run goes on without this one.
         """
-        self._need_restore("save")
+        self._need_restore("save", open=True)
         return self._save(step, cursors, must=True)
 
     def wait(self, timeout_s: float = 1800.0) -> bool:
         """Every save of this rank is in storage, the newest one of all ranks committed; False after `timeout_s`. Once
-        closed: whether they were then."""
+        closed: whether they were then, False if an error closed it."""
         self._need_restore("wait")
         if self._done is not None:
             return self._done
@@ -225,8 +225,8 @@ class Checkpointer:
                 logger.error("The save of step %d was not committed: the newest checkpoint is older.", self.last_step)
                 stop_reason = self._world.broadcast(self._age.stop_reason)
         finally:  # also when another rank is gone: this process must be able to end
-            self._release_threads(away=not committed)
             self._done = committed
+            self._release_threads(away=not committed)
         self._leave()
         if stop_reason:
             raise DurableAgeError(stop_reason)
@@ -405,7 +405,9 @@ class Checkpointer:
         self._control.close()
         self._world.leave()
 
-    def _need_restore(self, what: str) -> None:
+    def _need_restore(self, what: str, *, open: bool = False) -> None:
+        if open and self._closed:
+            raise SessionError(f"Checkpointer.{what} was used after close(): close it after the last step.")
         if self._state is None:
             raise SessionError(
                 f"Checkpointer.{what} was used before restore(model=..., optimizer=...): restore first, also on a "

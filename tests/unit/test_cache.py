@@ -203,6 +203,21 @@ def test_for_a_batch_that_waits_even_what_is_needed_sooner_makes_room_but_nothin
     assert len(held) == len(cache.ls()) == 2
 
 
+def test_prefetching_what_is_needed_now_leaves_what_else_is_and_what_is_not_enough_is_left(tmp_path: Path) -> None:
+    size = file_bytes(table_of(1000))
+    cache = NodeCache(tmp_path, limit_bytes=3 * size, min_free_bytes=0).open()
+    cache.rank_by(lambda: dict(zip(NAMES, [0.0, 0.0, 0.0, 0.0, 7.0], strict=False)))
+    for i in (0, 1, 4):
+        cache.write(NAMES[i], table_of(1000))
+    with pytest.raises(CacheFullError, match="needed sooner"), cache.reserve(2 * size, NAMES[2]):
+        pass
+    assert {file.name for file in cache.ls()} == {NAMES[0], NAMES[1], NAMES[4]}
+    cache.write(NAMES[2], table_of(1000))
+    with pytest.raises(CacheFullError, match="needed sooner"):
+        cache.write(NAMES[3], table_of(1000))
+    assert {file.name for file in cache.ls()} == set(NAMES[:3])
+
+
 def test_a_batch_that_waits_for_reservations_leaves_what_others_need_now_and_a_shard_too_large_waits_for_nothing(
     tmp_path: Path,
 ) -> None:

@@ -242,6 +242,10 @@ def test_methods_out_of_order_say_what_to_do(tmp_path: Path) -> None:
         saves.restore(model=nn.Linear(1, 1))
     saves.close()
     saves.close()
+    assert saves.wait()
+    for late in (saves.step, saves.save):
+        with pytest.raises(SessionError, match="after close"):
+            late(1)
 
 
 def test_a_storage_that_refuses_deletions_costs_no_commit_and_is_waited_for_no_longer(

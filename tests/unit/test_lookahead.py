@@ -107,6 +107,14 @@ def test_where_windows_end_with_a_batch_nothing_of_them_is_kept() -> None:
     }
 
 
+def test_what_a_slower_rank_of_the_node_may_still_open_is_kept() -> None:
+    ahead = look([Need(0, 5), Need(1, 6), Need(40, 7), Need(41, 8), Need(80, 5)], live_shards=2, lanes=2, behind=30)
+    ahead.advance(40)  # the fastest
+    assert ahead.next_uses() == {5: 0.0, 6: 0.0, 7: 0.0, 8: 0.0}
+    ahead.advance(70)
+    assert ahead.next_uses() == {7: 0.0, 8: 0.0, 5: 1.0}
+
+
 @pytest.mark.parametrize("end", ["advance", "close"])
 def test_who_waits_is_woken_by_progress_or_by_the_end(end: str) -> None:
     ahead = look(needs())
