@@ -30,5 +30,5 @@ def juicefs_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JuiceF
 @pytest.fixture
 def proxy(juicefs_gateway: JuiceFSGateway) -> Iterator[StoreProxy]:
     """Between a test and that gateway: it counts, and does nothing to what passes."""
-    with StoreProxy(int(juicefs_gateway.endpoint_url.rpartition(":")[2])) as running:
+    with StoreProxy(juicefs_gateway.port) as running:
         yield running

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from ray_goodput.config import StoreSpec
 from ray_goodput.storage import open_store
@@ -48,12 +47,6 @@ class Outage:
         )
 
 
-def port_of(gateway: JuiceFSGateway) -> int:
-    port = urlsplit(gateway.endpoint_url).port
-    assert port is not None
-    return port
-
-
 def half_of_calls(request: Request) -> Strike | None:
     return Strike(status=503) if request.number % 2 else None
 
@@ -77,7 +70,7 @@ def begin(kind: str, gateway: JuiceFSGateway, proxy: StoreProxy) -> Callable[[],
 def run_outage(kind: str, root: Path, *, quiet_s: float, outage_s: float, recovery_s: float) -> Outage:
     """Train for `quiet_s`, go on while the storage fails, and after it is back until a new commit is there."""
     log = root / "steps.jsonl"
-    with JuiceFSGateway(root / "gateway") as gateway, StoreProxy(port_of(gateway)) as proxy:
+    with JuiceFSGateway(root / "gateway") as gateway, StoreProxy(gateway.port) as proxy:
         uri = f"{gateway.uri}/run"
         command = [sys.executable, str(JOB), uri, json.dumps(proxy.options(gateway)), str(log), str(root / "node")]
         with (root / "job.log").open("wb") as output:

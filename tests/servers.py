@@ -53,13 +53,13 @@ class JuiceFSGateway:
         self._root = Path(tempfile.mkdtemp(prefix="juicefs-")) if root is None else root
         self._keep_etag = keep_etag
         self._process: subprocess.Popen[bytes] | None = None
-        self._port = free_port()
+        self.port = free_port()
         self._key, self._secret = "testuser", "testsecret"
         self._meta = f"sqlite3://{self._root}/meta.db"
 
     @property
     def endpoint_url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def uri(self) -> str:
@@ -86,7 +86,7 @@ class JuiceFSGateway:
             juicefs_program(),
             "gateway",
             self._meta,
-            f"127.0.0.1:{self._port}",
+            f"127.0.0.1:{self.port}",
             "--no-banner",
             "--no-usage-report",
         ]

@@ -100,15 +100,15 @@ class CacheRoom:
         deadline = time.monotonic() + _AWAITED_TIMEOUT_S
         while True:
             with self._admission():
+                # Nobody waits here with a reservation of its own, so those of others come to an end.
                 others = self._reservation_names()
-                # Nobody waits here with a reservation of its own, so those there are come to an end.
                 hopeless = self.limit_bytes is not None and size_bytes > self.limit_bytes
-                last = what is not None or not others or hopeless or time.monotonic() > deadline
+                patient = what is None and bool(others) and not hopeless and time.monotonic() < deadline
                 try:
-                    folder, lock = self._reserved(size_bytes, what, spare_now=what is not None or not last)
+                    folder, lock = self._reserved(size_bytes, what, spare_now=what is not None or patient)
                     break
                 except CacheFullError:
-                    if last:
+                    if not patient:
                         raise
             # Other processes tell nobody. The folder of reservations is small; a whole look is taken when it changes,
             # or now and then, since its owners may die.
@@ -149,9 +149,7 @@ class CacheRoom:
         `what`; without it, all. With `spare_now` nothing that is needed now, and nothing at all if that is not enough.
         """
         ranks = self.ranking() if self.ranking is not None else {}
-        own = 0.0 if what is None else ranks.get(what, _NEVER)
-        if what is None and not spare_now:
-            own = -1.0
+        own = ranks.get(what, _NEVER) if what is not None else 0.0 if spare_now else -1.0
         candidates = [(ranks.get(file.name, _NEVER), file) for file in self.files()]
         candidates = [(use, file) for use, file in candidates if use > own or use == _NEVER]
         if spare_now and sum(file.size_bytes for _, file in candidates) < need_bytes:

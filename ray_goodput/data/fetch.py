@@ -50,7 +50,6 @@ class LocalShardSource:
         self._next = 0
         self._beyond_first = ahead.head
         self._first_batch = threading.Event()
-        self._first_batch_mono_s: float | None = None  # when it is waited for no longer
         self._first_shards = {found[1].data_shard for n in range(ahead.head) if (found := ahead.at(n)) is not None}
         self._threads = [
             threading.Thread(target=self._prefetch, name=f"ray-goodput-prefetch-{i}", daemon=True)
@@ -112,7 +111,8 @@ class LocalShardSource:
                     return
                 number, need = found
                 if number >= self._beyond_first:
-                    self._wait_for_first_batch()
+                    self._first_batch.wait(_FIRST_BATCH_S)
+                    self._first_batch.set()  # waited for once, not by each thread
                 if not self._ahead.admitted(number, _WAIT_S):
                     continue
                 self._next = number + 1
@@ -121,12 +121,6 @@ class LocalShardSource:
             except (GoodputError, OSError) as error:
                 # Not an error yet: the consumer fetches it itself when it gets there, and raises if that fails too.
                 logger.warning("cannot prefetch data shard %d: %s", need.data_shard, error)
-
-    def _wait_for_first_batch(self) -> None:
-        now = time.monotonic()
-        if self._first_batch_mono_s is None:
-            self._first_batch_mono_s = now + _FIRST_BATCH_S
-        self._first_batch.wait(max(0.0, self._first_batch_mono_s - now))
 
 
 def open_local_source(

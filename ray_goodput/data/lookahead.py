@@ -123,10 +123,9 @@ class LookAhead:
     def next_uses(self, limit: int = 4096) -> dict[int, float]:
         """How many needs ahead of the consumer each shard is, 0 if its next batch may use it; at most `limit`."""
         with self._changed:
-            start = self._base
-            self._generate_to(start + limit)
+            self._generate_to(self._base + limit)
             uses: dict[int, float] = {}
-            for number, need in enumerate(islice(self._known, limit), start):
+            for number, need in enumerate(islice(self._known, limit), self._base):
                 uses.setdefault(need.data_shard, float(max(0, number - self._head + 1)))
             return uses
 
@@ -162,7 +161,7 @@ class LookAhead:
     def _move_head(self) -> None:
         last = self._consumed - self._behind
         self._begun = self._first_from(last + min(self._lanes, self._batch_samples), self._begun)
-        self._head = self._first_from(self._consumed + self._batch_samples, max(self._head, self._begun))
+        self._head = self._first_from(self._consumed + self._batch_samples, self._head)
         # Forget what is done. Not all before the head: a batch across an epoch's end reads from both epochs' shards.
         while self._base < self._begun - self._live_shards:
             self._known.popleft()

@@ -161,7 +161,7 @@ class Checkpointer:
             FencedError: a later start of this run goes on without this one.
             DurableAgeError: no checkpoint became durable for `max_durable_age`, and you asked to stop then.
         """
-        self._need_restore("step", open=True)
+        self._need_open("step")
         self._copies.settle()
         agreed = self._control.read()
         if not self._prepared:
@@ -184,7 +184,7 @@ class Checkpointer:
             CheckpointError: the state cannot be saved; on all ranks.
             FencedError: a later start of this run goes on without this one.
         """
-        self._need_restore("save", open=True)
+        self._need_open("save")
         return self._save(step, cursors, must=True)
 
     def wait(self, timeout_s: float = 1800.0) -> bool:
@@ -405,9 +405,12 @@ class Checkpointer:
         self._control.close()
         self._world.leave()
 
-    def _need_restore(self, what: str, *, open: bool = False) -> None:
-        if open and self._closed:
+    def _need_open(self, what: str) -> None:
+        if self._closed:
             raise SessionError(f"Checkpointer.{what} was used after close(): close it after the last step.")
+        self._need_restore(what)
+
+    def _need_restore(self, what: str) -> None:
         if self._state is None:
             raise SessionError(
                 f"Checkpointer.{what} was used before restore(model=..., optimizer=...): restore first, also on a "

@@ -290,7 +290,11 @@ def measure(given: Any, root: Path, rows: dict[str, int]) -> None:
     sizes = {kind: path.stat().st_size if kind == "jpeg" else rows[kind] * LENGTH * 4 for kind, path in arrow.items()}
     report(
         "data",
-        {name: _spreads([figures[name] for figures in rounds if name in figures]) for name in rounds[0]},
+        {
+            name: _spreads([figures[name] for figures in rounds if name in figures])
+            for name, of in rounds[0].items()
+            if of
+        },
         over_rounds(rounds, rows, sizes),
         as_json=given.json,
     )

@@ -34,8 +34,7 @@ class RemoteStore:
 
     def __enter__(self) -> RemoteStore:
         self.gateway.start()
-        port = int(self.gateway.endpoint_url.rpartition(":")[2])
-        self.proxy = ProxyProcess(port, latency_s=self._latency_s, bytes_per_s=self._bytes_per_s)
+        self.proxy = ProxyProcess(self.gateway.port, latency_s=self._latency_s, bytes_per_s=self._bytes_per_s)
         self.proxy.__enter__()
         return self
 

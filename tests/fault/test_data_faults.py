@@ -58,7 +58,7 @@ def put_shard(store: Any, shard: int, first: int) -> None:
 
 
 def proxy_of(gateway: JuiceFSGateway, faults: Faults | None = None) -> StoreProxy:
-    return StoreProxy(int(gateway.endpoint_url.rpartition(":")[2]), faults=faults)
+    return StoreProxy(gateway.port, faults=faults)
 
 
 def dataset(prefix: str, options: dict[str, Any], bucket: str = "vol", **arguments: Any) -> rg.ShardedDataset:

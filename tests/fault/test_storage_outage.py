@@ -35,14 +35,8 @@ def test_training_goes_on_at_its_pace_and_the_next_commit_comes_by_itself(kind: 
 
 
 def start_two(gateway: JuiceFSGateway, log: Path, folder: Path) -> list[subprocess.Popen[bytes]]:
-    command = [
-        sys.executable,
-        "-X",
-        "faulthandler",
-        str(STOPPING_JOB),
-        f"{gateway.uri}/run",
-        json.dumps(gateway.storage_options),
-    ]
+    script = [sys.executable, "-X", "faulthandler", str(STOPPING_JOB)]
+    command = [*script, f"{gateway.uri}/run", json.dumps(gateway.storage_options)]
     with Path(f"{log}.output").open("wb") as output:
         return [
             subprocess.Popen([*command, str(log), str(folder), str(rank)], stdout=output, stderr=output, env=os.environ)

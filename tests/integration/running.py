@@ -22,6 +22,8 @@ from ray_goodput.goodput.run_files import LEDGER_FOLDER, RunReader
 from ray_goodput.storage import open_store
 from ray_goodput.storage.protocol import ObjectStore
 from ray_goodput.train.sample_log import SampleAudit, audit
+from servers import JuiceFSGateway
+from store_proxy import StoreProxy
 
 SCRIPT = Path(__file__).with_name("small_job.py")
 JOB_TIMEOUT_S = 240.0
@@ -39,6 +41,15 @@ class Finished:
 
     def audit(self) -> SampleAudit:
         return audit(self.store)
+
+
+def on_s3(data: Path, prefix: str, gateway: JuiceFSGateway, proxy: StoreProxy) -> dict[str, Any]:
+    """Options of a `Job` that has a copy of the files of `data`, and its storage, in the gateway, behind the proxy."""
+    root = f"s3://{gateway.bucket}/{prefix}"
+    store = open_store(StoreSpec(uri=f"{root}/data", options=gateway.storage_options))
+    for file in sorted(data.glob("*.parquet")):
+        store.put(file.name, file.read_bytes())
+    return {"data": f"{root}/data", "storage": f"{root}/runs", "storage_options": proxy.options(gateway)}
 
 
 class Job:

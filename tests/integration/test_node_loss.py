@@ -13,9 +13,7 @@ import pytest
 
 from augmented import trained_on, unbroken
 from ray_goodput.cli.demo_cluster import DemoCluster
-from ray_goodput.config import StoreSpec
-from ray_goodput.storage import open_store
-from running import Job
+from running import Job, on_s3
 from servers import JuiceFSGateway
 from small_job import train_data
 from store_proxy import StoreProxy
@@ -87,15 +85,9 @@ def test_after_the_loss_of_a_node_each_step_trains_on_the_same_tensors_as_withou
     proxy: StoreProxy,
 ) -> None:
     """And D2, counted at the server: a data shard goes to each node once, besides the look at it for the manifest."""
-    options = dict(juicefs_gateway.storage_options)
-    root = f"s3://{juicefs_gateway.bucket}/node-loss"
-    store = open_store(StoreSpec(uri=f"{root}/data", options=options))
-    for file in sorted(data.glob("*.parquet")):
-        store.put(file.name, file.read_bytes())
     tiers = ["--every", "1000", "--every-local", "3", "--peer-copies", "1", "--augment"]
     arguments = ["--workers", "2:3", "--step-s", "0.3", "--step-log", str(tmp_path / "steps"), *tiers]
-    on_s3 = {"data": f"{root}/data", "storage": f"{root}/runs", "storage_options": proxy.options(juicefs_gateway)}
-    running = job("node-lost", *arguments, **on_s3)
+    running = job("node-lost", *arguments, **on_s3(data, "node-loss", juicefs_gateway, proxy))
     _wait_for_steps(running, tmp_path / "steps", 12)
     victim = _worker_away_from_rank_0(cluster)
     cluster.kill_node_of(victim)

@@ -15,9 +15,7 @@ from typer.testing import CliRunner
 from mlflow_server import MlflowServer
 from ray_goodput.cli.app import app
 from ray_goodput.cli.demo_cluster import DemoCluster
-from ray_goodput.config import StoreSpec
-from ray_goodput.storage import open_store
-from running import Finished, Job, assert_books_balance, assert_nothing_lost, stop_job
+from running import Finished, Job, assert_books_balance, assert_nothing_lost, on_s3, stop_job
 from servers import JuiceFSGateway
 from store_proxy import StoreProxy
 
@@ -43,12 +41,8 @@ def test_three_ranks_resume_bit_identically_when_reproducible_through_a_real_s3_
     counted at the server: a data shard comes once, whoever is killed, besides the look at it for the manifest."""
     arguments = ("--workers", "3", "--reproducible")
     whole = job("three", *arguments).succeed()
-    root, options = f"s3://{juicefs_gateway.bucket}/worker-loss", dict(juicefs_gateway.storage_options)
-    store = open_store(StoreSpec(uri=f"{root}/data", options=options))
-    for file in sorted(data.glob("*.parquet")):
-        store.put(file.name, file.read_bytes())
-    on_s3 = {"data": f"{root}/data", "storage": f"{root}/runs", "storage_options": proxy.options(juicefs_gateway)}
-    killed = job("three-killed", *arguments, "--kill", "4", **on_s3).succeed()
+    on_server = on_s3(data, "worker-loss", juicefs_gateway, proxy)
+    killed = job("three-killed", *arguments, "--kill", "4", **on_server).succeed()
     asked = proxy.times_fetched(".parquet")
     assert set(asked) == {file.name for file in data.glob("*.parquet")}
     assert max(asked.values()) <= 2
@@ -62,7 +56,11 @@ def test_three_ranks_resume_bit_identically_when_reproducible_through_a_real_s3_
     assert 0 < goodput["uncertainty_s"] <= 3 * HEARTBEAT_S
     [incident] = goodput["incidents"]
     assert incident["kind"] == "worker" and incident["ranks"] and incident["nodes"]
-    shown = CliRunner().invoke(app, ["report", killed.store.uri, "--storage-options", json.dumps(options)]).stdout
+    shown = (
+        CliRunner()
+        .invoke(app, ["report", killed.store.uri, "--storage-options", json.dumps(on_server["storage_options"])])
+        .stdout
+    )
     assert "are uncertain" in shown
 
 

@@ -97,14 +97,8 @@ def test_where_windows_end_with_a_batch_nothing_of_them_is_kept() -> None:
     ahead.advance(40)
     assert ahead.next_uses() == {7: 0.0, 8: 0.0, 5: 1.0}
     ahead.advance(35)  # ignored
-    assert look(
-        [Need(0, 5), Need(1, 6), Need(40, 7), Need(41, 8)], live_shards=2, lanes=2, consumed=35
-    ).next_uses() == {
-        5: 0.0,
-        6: 0.0,
-        7: 0.0,
-        8: 0.0,
-    }
+    across = look([Need(0, 5), Need(1, 6), Need(40, 7), Need(41, 8)], live_shards=2, lanes=2, consumed=35)
+    assert across.next_uses() == {5: 0.0, 6: 0.0, 7: 0.0, 8: 0.0}
 
 
 def test_what_a_slower_rank_of_the_node_may_still_open_is_kept() -> None:

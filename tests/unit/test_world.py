@@ -28,18 +28,17 @@ def _rank(world_rank: int, port: int, results) -> None:
         seen.append(word.read())
         word.post(Decisions(save=world_rank == 0 and step % 3 == 0, stop=world_rank == 1 and step == 18))
     seen.append(word.read())
-    results.put(
-        (world_rank, seen, world.broadcast(world_rank), world.gather(world_rank), world.all_true(world_rank == 0))
-    )
+    agreed = world.broadcast(world_rank), world.gather(world_rank), world.all_true(world_rank == 0)
     before = gloo_threads()
     word.close()
     world.leave()
     world.leave()  # nothing happens twice
-    results.put((world_rank, before, gloo_threads()))
+    after = gloo_threads()
     with pytest.raises(SessionError, match="left their group"):
         world.all_true(True)
     dist.destroy_process_group()
     world.leave()
+    results.put((world_rank, before, after, seen, *agreed))
 
 
 def gloo_threads() -> int:
@@ -56,12 +55,11 @@ def test_all_ranks_read_the_same_decisions_at_the_same_step() -> None:
     for process in ranks:
         process.start()
     answers = sorted([results.get(timeout=50) for _ in ranks], key=lambda answer: answer[0])
-    left = [results.get(timeout=50) for _ in ranks]
     for process in ranks:
         process.join(10)
     assert [process.exitcode for process in ranks] == [0, 0]
-    assert all(0 < after < before for _, before, after in left), "the group's threads run on"
-    (_, seen0, *rest0), (_, seen1, *rest1) = answers
+    assert all(0 < after < before for _, before, after, *_ in answers), "the group's threads run on"
+    (_, _, _, seen0, *rest0), (_, _, _, seen1, *rest1) = answers
     assert seen0 == seen1
     assert [d.save for d in seen0] == [False] + [step % 3 == 0 for step in range(20)]
     assert [d.stop for d in seen0].index(True) == 19
