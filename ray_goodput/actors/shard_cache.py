@@ -88,9 +88,7 @@ class ShardCache:
     ) -> int | None:
         """`open_dataset` and `start_feed` in one call, as calls to a threaded actor have no order."""
         self.open_dataset(name, spec)
-        return self.start_feed(
-            name, feed.start, feed.dp_ranks, feed.dp_world, feed.epochs, attempt=attempt, consumed=consumed
-        )
+        return self.start_feed(name, feed, attempt=attempt, consumed=consumed)
 
     def open_dataset(self, name: str, spec: AnyFetchSpec) -> None:
         """The dataset can be fetched. Idempotent; another spec under the same name replaces it and ends its feed."""
@@ -106,28 +104,17 @@ class ShardCache:
                 self._past += known.fetcher.cache.stats
             self._datasets[name] = _Dataset(spec, manifest, spec.order(manifest), spec.fetcher(cache, manifest))
 
-    def start_feed(
-        self,
-        name: str,
-        start: int,
-        dp_ranks: tuple[int, ...],
-        dp_world: int,
-        epochs: int | None,
-        *,
-        attempt: int,
-        consumed: int | None = None,
-    ) -> int | None:
-        """Prefetching runs for the ranks of this node from stream position `start`; returns the feed's id.
+    def start_feed(self, name: str, spec: FeedSpec, *, attempt: int, consumed: int | None = None) -> int | None:
+        """Prefetching runs for the ranks of this node from `spec.start` on; returns the feed's id.
 
         Every rank of the node calls it: the same call again in the same attempt changes nothing. Anything else replaces
         the feed, except a call of an earlier attempt, which is ignored (None).
-        consumed: where the consumer is, if it has gone on since `start` (said again after this actor's restart).
+        consumed: where the consumer is, if it has gone on since `spec.start` (said again after this actor's restart).
 
         Raises:
             UnknownDatasetError: `open_dataset` was not called in this life of the actor.
             CacheFullError: what the ranks need at once does not fit the cache.
         """
-        spec = FeedSpec(start=start, dp_ranks=tuple(dp_ranks), dp_world=dp_world, epochs=epochs)
         with self._mutex:
             dataset = self._dataset(name)
             running = self._feeds.get(name)

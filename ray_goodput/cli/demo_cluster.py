@@ -135,6 +135,11 @@ class DemoCluster:
         """Whether process `pid` runs on one of the nodes."""
         return self._node_of(pid) is not None
 
+    def local_dir_of(self, pid: int) -> Path | None:
+        """The local directory of the node that runs process `pid`, if one does."""
+        node = self._node_of(pid)
+        return None if node is None else node.local_dir
+
     def _node_of(self, pid: int) -> _Node | None:
         try:
             ancestors = {p.pid for p in psutil.Process(pid).parents()}

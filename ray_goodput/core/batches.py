@@ -1,17 +1,22 @@
 """Which stream indices make up a global batch, and which of them a rank takes. Pure arithmetic.
 
 A batch is a set of stream indices that depends on the position it starts at and on nothing else: not on the world
-size, and not on how often the run was restarted. Ranks take nearly equal runs of its slots.
+size, and not on how often the run was restarted. Ranks take nearly equal runs of its slots, which are sorted by the
+*places* of their lanes: a permutation of the lanes, equal on all ranks, that says which rank reads which lane
+(`core.lane_places`), and nothing else. None is the identity.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ray_goodput.core.order import Int64Array, StreamOrder
 from ray_goodput.errors import ConfigError
+
+LanePlaces = Sequence[int] | Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +102,12 @@ class BatchPlan:
         return -(-self.epochs * self.num_samples // self.global_batch_size)
 
 
-def batch_slots(order: StreamOrder, start: int, stop: int) -> Int64Array:
-    """Stream indices [start, stop) of a batch, sorted by (lane, index), so that neighbours share data shards."""
+def batch_slots(order: StreamOrder, start: int, stop: int, lane_places: LanePlaces | None = None) -> Int64Array:
+    """Stream indices [start, stop) of a batch, sorted by (lane's place, index): neighbours share data shards."""
     indices = np.arange(start, stop, dtype=np.int64)
-    return indices[np.argsort(order.lane_of(indices), kind="stable")]
+    lanes = order.lane_of(indices)
+    places = lanes if lane_places is None else np.asarray(lane_places, dtype=np.int64)[lanes]
+    return indices[np.argsort(places, kind="stable")]
 
 
 def slot_bounds(size: int, dp_rank: int, dp_world: int) -> tuple[int, int]:
@@ -110,10 +117,12 @@ def slot_bounds(size: int, dp_rank: int, dp_world: int) -> tuple[int, int]:
     return dp_rank * size // dp_world, (dp_rank + 1) * size // dp_world
 
 
-def local_slots(order: StreamOrder, start: int, stop: int, *, dp_rank: int, dp_world: int) -> Int64Array:
+def local_slots(
+    order: StreamOrder, start: int, stop: int, *, dp_rank: int, dp_world: int, lane_places: LanePlaces | None = None
+) -> Int64Array:
     """The stream indices of batch [start, stop) that a rank trains on; may be empty in a short batch."""
     low, high = slot_bounds(stop - start, dp_rank, dp_world)
-    return batch_slots(order, start, stop)[low:high]
+    return batch_slots(order, start, stop, lane_places)[low:high]
 
 
 def batch_weight(num_local: int, size: int, dp_world: int) -> float:

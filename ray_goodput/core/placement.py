@@ -1,7 +1,8 @@
 """Which lanes and data shards a node's ranks need, and when: the exact future, for prefetching and cache sizing.
 
 Works on windows and parts, never on rows: a window's shards count as needed when its first sample is. Only the one
-batch across each epoch's end, where lanes shift between ranks, is looked at slot by slot.
+batch across each epoch's end, where lanes shift between ranks, is looked at slot by slot. `lane_places` everywhere: as
+the ranks' batches have it (`core.batches`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ray_goodput.core.batches import batch_slots, local_slots, slot_bounds
+from ray_goodput.core.batches import LanePlaces, batch_slots, local_slots, slot_bounds
 from ray_goodput.core.mixture import MixtureOrder
 from ray_goodput.core.order import Int64Array, SampleOrder
 
@@ -29,7 +30,13 @@ class ShardVisit(NamedTuple):
     data_shard: int
 
 
-def rank_lanes(order: AnyOrder, global_batch_size: int, dp_ranks: Sequence[int], dp_world: int) -> Int64Array:
+def rank_lanes(
+    order: AnyOrder,
+    global_batch_size: int,
+    dp_ranks: Sequence[int],
+    dp_world: int,
+    lane_places: LanePlaces | None = None,
+) -> Int64Array:
     """Lanes, ascending, that `dp_ranks` read in batches within an epoch; of a mixture, in all but a short last one.
 
     Exact when the lanes divide the batch (as by default); else the lanes of any batch, whichever lane it begins at.
@@ -38,34 +45,47 @@ def rank_lanes(order: AnyOrder, global_batch_size: int, dp_ranks: Sequence[int],
     if size >= order.num_samples and isinstance(order, SampleOrder):
         return np.arange(lanes, dtype=np.int64)
     bounds = [slot_bounds(size, rank, dp_world) for rank in dp_ranks]
-    needed = np.zeros(lanes, dtype=np.bool_)
+    in_sequence = np.arange(lanes) if lane_places is None else np.argsort(np.asarray(lane_places))
+    needed = np.zeros(lanes, dtype=np.bool_)  # by place
     per_lane, longer = divmod(size, lanes)
     for first in range(lanes if longer else 1):
         counts = np.full(lanes, per_lane, dtype=np.int64)
         counts[(first + np.arange(longer)) % lanes] += 1
+        counts = counts[in_sequence]
         ends = np.cumsum(counts)
         for low, high in bounds:
             needed |= (ends > low) & (ends - counts < high) & (counts > 0) & (high > low)
         if needed.all():
             break
-    return np.flatnonzero(needed).astype(np.int64)
+    return np.sort(in_sequence[needed]).astype(np.int64)
 
 
-def live_set(order: AnyOrder, global_batch_size: int, dp_ranks: Sequence[int], dp_world: int) -> int:
+def live_set(
+    order: AnyOrder,
+    global_batch_size: int,
+    dp_ranks: Sequence[int],
+    dp_world: int,
+    lane_places: LanePlaces | None = None,
+) -> int:
     """Upper bound of the data shards that `dp_ranks` read from at one position: lanes x window, at most all shards, of
     each member of a mixture.
 
     A cache that holds fewer fetches shards again and again.
     """
-    lanes = len(rank_lanes(order, global_batch_size, dp_ranks, dp_world))
+    lanes = len(rank_lanes(order, global_batch_size, dp_ranks, dp_world, lane_places))
     return sum(min(member.num_shards, lanes * member.window) for member in _members(order))
 
 
 def live_set_bytes(
-    order: AnyOrder, shard_bytes: Int64Array, global_batch_size: int, dp_ranks: Sequence[int], dp_world: int
+    order: AnyOrder,
+    shard_bytes: Int64Array,
+    global_batch_size: int,
+    dp_ranks: Sequence[int],
+    dp_world: int,
+    lane_places: LanePlaces | None = None,
 ) -> int:
     """Upper bound of the bytes of `live_set`: that many of the largest data shards, of each member of a mixture."""
-    lanes = len(rank_lanes(order, global_batch_size, dp_ranks, dp_world))
+    lanes = len(rank_lanes(order, global_batch_size, dp_ranks, dp_world, lane_places))
     first, total = 0, 0
     for member in _members(order):
         num = min(member.num_shards, lanes * member.window)
@@ -85,13 +105,14 @@ def shard_sequence(
     global_batch_size: int,
     dp_ranks: Sequence[int],
     dp_world: int,
+    lane_places: LanePlaces | None = None,
 ) -> Iterator[int]:
     """Data shards in the order in which `dp_ranks` first need them from stream position `start` to `stop`.
 
     Each shard once an epoch; endless if `stop` is None. Lazy: an epoch of 1e5 shards is never built as a whole.
     """
     last_epoch: dict[int, int] = {}
-    for visit in shard_visits(order, start, stop, global_batch_size, dp_ranks, dp_world):
+    for visit in shard_visits(order, start, stop, global_batch_size, dp_ranks, dp_world, lane_places):
         if last_epoch.get(visit.data_shard) != visit.epoch:
             last_epoch[visit.data_shard] = visit.epoch
             yield visit.data_shard
@@ -104,6 +125,7 @@ def shard_visits(
     global_batch_size: int,
     dp_ranks: Sequence[int],
     dp_world: int,
+    lane_places: LanePlaces | None = None,
 ) -> Iterator[ShardVisit]:
     """Every window's need of every shard, by position; a shard cut by a lane's end is visited by both lanes.
 
@@ -112,10 +134,10 @@ def shard_visits(
     dropped samples would need.
     """
     if isinstance(order, MixtureOrder):
-        yield from _mixture_visits(order, start, stop, global_batch_size, dp_ranks, dp_world)
+        yield from _mixture_visits(order, start, stop, global_batch_size, dp_ranks, dp_world, lane_places)
         return
     num_samples, num_lanes = order.num_samples, order.lanes
-    lanes = rank_lanes(order, global_batch_size, dp_ranks, dp_world)
+    lanes = rank_lanes(order, global_batch_size, dp_ranks, dp_world, lane_places)
     if stop is None and not len(lanes):
         return  # more ranks than samples in a batch, and these never get one: an endless search would find nothing
     for epoch in count(start // num_samples):
@@ -130,14 +152,21 @@ def shard_visits(
             for lane in lanes.tolist()
         ]
         if len(lanes) < num_lanes:
-            streams.append(iter(_odd_visits(order, epoch, start, stop, global_batch_size, dp_ranks, dp_world, lanes)))
+            odd = _odd_visits(order, epoch, start, stop, global_batch_size, dp_ranks, dp_world, lane_places, lanes)
+            streams.append(iter(odd))
         yield from heapq.merge(*streams, key=lambda visit: visit.position)
 
 
 def _mixture_visits(
-    order: MixtureOrder, start: int, stop: int | None, global_batch_size: int, dp_ranks: Sequence[int], dp_world: int
+    order: MixtureOrder,
+    start: int,
+    stop: int | None,
+    global_batch_size: int,
+    dp_ranks: Sequence[int],
+    dp_world: int,
+    lane_places: LanePlaces | None,
 ) -> Iterator[ShardVisit]:
-    lanes = rank_lanes(order, global_batch_size, dp_ranks, dp_world)
+    lanes = rank_lanes(order, global_batch_size, dp_ranks, dp_world, lane_places)
     if stop is None and not len(lanes):
         return
     streams = [
@@ -146,7 +175,7 @@ def _mixture_visits(
         for lane in lanes.tolist()
     ]
     if stop is not None and start < stop and (stop - start) % global_batch_size:
-        streams.append(iter(_last_visits(order, start, stop, global_batch_size, dp_ranks, dp_world)))
+        streams.append(iter(_last_visits(order, start, stop, global_batch_size, dp_ranks, dp_world, lane_places)))
     yield from heapq.merge(*streams, key=lambda visit: visit.position)
 
 
@@ -170,13 +199,19 @@ def _member_visits(
 
 
 def _last_visits(
-    order: MixtureOrder, start: int, stop: int, global_batch_size: int, dp_ranks: Sequence[int], dp_world: int
+    order: MixtureOrder,
+    start: int,
+    stop: int,
+    global_batch_size: int,
+    dp_ranks: Sequence[int],
+    dp_world: int,
+    lane_places: LanePlaces | None,
 ) -> list[ShardVisit]:
     """What the last, short batch needs: ranks share it out at other lanes."""
     batch_start = start + (stop - start) // global_batch_size * global_batch_size
     visits: set[ShardVisit] = set()
     for rank in dp_ranks:
-        mine = local_slots(order, batch_start, stop, dp_rank=rank, dp_world=dp_world)
+        mine = local_slots(order, batch_start, stop, dp_rank=rank, dp_world=dp_world, lane_places=lane_places)
         shards, _ = order.locate(mine)
         visits.update(map(ShardVisit, mine.tolist(), order.passes(mine).tolist(), shards.tolist()))
     return sorted(visits)
@@ -204,6 +239,7 @@ def _odd_visits(
     global_batch_size: int,
     dp_ranks: Sequence[int],
     dp_world: int,
+    lane_places: LanePlaces | None,
     lanes: Int64Array,
 ) -> list[ShardVisit]:
     """Visits to lanes outside `lanes` in `epoch` by odd batches: those across its ends, and the last, cut by `stop`."""
@@ -218,7 +254,7 @@ def _odd_visits(
             batch_stop = min(batch_stop, stop)
         if batch_start >= min(edge, batch_stop):
             continue
-        slots = batch_slots(order, batch_start, batch_stop)
+        slots = batch_slots(order, batch_start, batch_stop, lane_places)
         for rank in dp_ranks:
             low, high = slot_bounds(batch_stop - batch_start, rank, dp_world)
             mine = slots[low:high]

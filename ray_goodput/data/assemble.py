@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from ray_goodput.core.batches import BatchPlan, BatchRange, batch_weight, local_slots
+from ray_goodput.core.batches import BatchPlan, BatchRange, LanePlaces, batch_weight, local_slots
 from ray_goodput.core.mixture import MixtureOrder
 from ray_goodput.core.order import Int64Array, StreamOrder
 from ray_goodput.data.batch import Batch
@@ -44,10 +44,17 @@ class LocatedBatch(NamedTuple):
 
 
 def located_batches(
-    order: StreamOrder, plan: BatchPlan, start: int, *, dp_rank: int, dp_world: int
+    order: StreamOrder,
+    plan: BatchPlan,
+    start: int,
+    *,
+    dp_rank: int,
+    dp_world: int,
+    lane_places: LanePlaces | None = None,
 ) -> Iterator[LocatedBatch]:
     """A rank's shares of the global batches from stream position `start` to the plan's end."""
     position, at_once = start, 1
+    mine = {"dp_rank": dp_rank, "dp_world": dp_world, "lane_places": lane_places}
     while True:
         ranges: list[BatchRange] = []
         while len(ranges) < at_once and (batch := plan.at(position)) is not None:
@@ -55,7 +62,7 @@ def located_batches(
             position = batch.samples_end
         if not ranges:
             return
-        slots = [local_slots(order, r.start, r.stop, dp_rank=dp_rank, dp_world=dp_world) for r in ranges]
+        slots = [local_slots(order, r.start, r.stop, **mine) for r in ranges]
         data_shards, rows = order.locate(np.concatenate(slots))
         cuts = np.cumsum([len(part) for part in slots])[:-1]
         yield from map(LocatedBatch, ranges, slots, np.split(data_shards, cuts), np.split(rows, cuts))

@@ -27,12 +27,16 @@ _RANKS_APART = 3  # batches: the loaders of a node's ranks build two ahead, each
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedSpec:
-    """Which ranks read, from where: `start` is samples consumed; `epochs` counts from position 0, None has no end."""
+    """Which ranks read, from where: `start` is samples consumed; `epochs` counts from position 0, None has no end.
+
+    lane_places: equal on all ranks; see `core.batches`.
+    """
 
     start: int
     dp_ranks: tuple[int, ...]
     dp_world: int
     epochs: int | None
+    lane_places: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +134,13 @@ def look_ahead(
     spec: LookAheadSettings, order: AnyOrder, manifest: AnyManifest, feed: FeedSpec, *, consumed: int | None
 ) -> LookAhead:
     """See `FetchSpec.look_ahead`."""
-    live = live_set(order, spec.global_batch_size, feed.dp_ranks, feed.dp_world)
+    readers = spec.global_batch_size, feed.dp_ranks, feed.dp_world, feed.lane_places
+    live = live_set(order, *readers)
     limit = spec.cache_limit_bytes
     if limit is not None:
         _check_live_set(order, manifest, spec.global_batch_size, feed, limit)
     stop = None if feed.epochs is None else feed.epochs * order.num_samples
-    visits = shard_visits(order, feed.start, stop, spec.global_batch_size, feed.dp_ranks, feed.dp_world)
+    visits = shard_visits(order, feed.start, stop, *readers)
     return LookAhead(
         first_needs(visits),
         shard_bytes=lambda data_shard: int(manifest.sizes[data_shard]),
@@ -169,9 +174,10 @@ def _check_live_set(
     order: AnyOrder, manifest: AnyManifest, global_batch_size: int, feed: FeedSpec, limit_bytes: int
 ) -> None:
     """In bytes of objects: what they hold is often larger, so a cache that passes may still be too small."""
-    need = live_set_bytes(order, manifest.sizes, global_batch_size, feed.dp_ranks, feed.dp_world)
+    readers = global_batch_size, feed.dp_ranks, feed.dp_world, feed.lane_places
+    need = live_set_bytes(order, manifest.sizes, *readers)
     if need > limit_bytes:
-        num = live_set(order, global_batch_size, feed.dp_ranks, feed.dp_world)
+        num = live_set(order, *readers)
         raise CacheFullError(
             f"The ranks of this node read from up to {num} data shards at once, {need} bytes, and the cache's limit "
             f"is {limit_bytes} bytes: set cache_limit_bytes to at least {2 * need}, or use fewer lanes, a smaller "

@@ -13,7 +13,7 @@ from typing import Protocol
 import pyarrow as pa
 import torch
 
-from ray_goodput.core.batches import BatchPlan
+from ray_goodput.core.batches import BatchPlan, LanePlaces
 from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.core.placement import AnyOrder, live_set
 from ray_goodput.data.assemble import BatchBuilder, Collate, located_batches
@@ -58,6 +58,7 @@ class BatchLoader:
     start: samples consumed. If it is no multiple of the batch size (which was changed between runs), batches are
         [start, start + G), and so on: nothing is skipped or repeated.
     epochs: counted from position 0; None: no end. Nothing is left after the last one: an empty iterator.
+    lane_places: equal on all ranks; see `core.batches`.
     workers, worker_kind, on_error: how `transform` is run; see `SampleTransforms`.
     depth: batches that are ready ahead of the consumer; with workers, as many more are being transformed.
     device: where the tensors shall be; to a CUDA device they go by pinned memory, asynchronously.
@@ -77,6 +78,7 @@ class BatchLoader:
         epochs: int | None = 1,
         dp_rank: int = 0,
         dp_world: int = 1,
+        lane_places: LanePlaces | None = None,
         drop_last: bool = False,
         transform: Transform | None = None,
         collate: Collate | None = None,
@@ -96,8 +98,10 @@ class BatchLoader:
         self._source = source
         self._depth = depth
         self._device = None if device is None else torch.device(device)
-        self._located = located_batches(order, self.plan, start, dp_rank=dp_rank, dp_world=dp_world)
-        live = live_set(order, global_batch_size, [dp_rank], dp_world)
+        self._located = located_batches(
+            order, self.plan, start, dp_rank=dp_rank, dp_world=dp_world, lane_places=lane_places
+        )
+        live = live_set(order, global_batch_size, [dp_rank], dp_world, lane_places)
         self._transforms = (
             None
             if transform is None

@@ -13,6 +13,7 @@ from ray_goodput.core.cursor import DataCursor, check
 if TYPE_CHECKING:
     import torch
 
+    from ray_goodput.core.batches import LanePlaces
     from ray_goodput.core.placement import AnyOrder
     from ray_goodput.data.loader import BatchLoader, ShardSource
     from ray_goodput.data.mixture_feed import AnyFetchSpec
@@ -114,6 +115,7 @@ class StreamedDataset(ABC):
         epochs: int | None,
         dp_rank: int,
         dp_world: int,
+        lane_places: LanePlaces | None = None,
         device: torch.device | str | None = None,
     ) -> BatchLoader:
         """Batches of one rank over any source of data shards; the loader closes the source."""
@@ -127,6 +129,7 @@ class StreamedDataset(ABC):
             epochs=epochs,
             dp_rank=dp_rank,
             dp_world=dp_world,
+            lane_places=lane_places,
             device=device,
             global_batch_size=made.global_batch_size,
             drop_last=made.drop_last,

@@ -1,4 +1,4 @@
-"""Which data-parallel rank reads what, when the data-parallel group is not the world. Pure."""
+"""Which data-parallel rank reads what, and on which nodes. Pure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class DataRanks:
     """One process's place in the data.
 
     of_node: the data-parallel ranks of all processes of this node, each once.
+    nodes: of each data-parallel rank, the numbers of the nodes with a process of it.
     is_first: no process of a lower world rank has the same data-parallel rank: this one speaks for all that read the
         same batches.
     """
@@ -20,11 +21,13 @@ class DataRanks:
     dp_rank: int
     dp_world: int
     of_node: tuple[int, ...]
+    nodes: tuple[tuple[int, ...], ...]
     is_first: bool = True
 
 
-def agreed(told: Sequence[tuple[int, int]], ranks_of_node: Sequence[int], world_rank: int) -> DataRanks:
-    """The place of `world_rank`, from the (dp_rank, dp_world) that every rank gave, ordered by world rank.
+def agreed(told: Sequence[tuple[int, int]], node_of_rank: Sequence[int], world_rank: int) -> DataRanks:
+    """The place of `world_rank`, from the (dp_rank, dp_world) that every rank gave and the number of its node, both
+    ordered by world rank.
 
     Raises:
         ConfigError: they do not make one data-parallel group, on every rank alike.
@@ -45,9 +48,13 @@ def agreed(told: Sequence[tuple[int, int]], ranks_of_node: Sequence[int], world_
             f"{len(told)} ranks have to give all of 0 to {dp_world - 1}."
         )
     mine = told[world_rank][0]
+    nodes: list[set[int]] = [set() for _ in range(dp_world)]
+    for (dp_rank, _), node in zip(told, node_of_rank, strict=True):
+        nodes[dp_rank].add(node)
     return DataRanks(
         dp_rank=mine,
         dp_world=dp_world,
-        of_node=tuple(sorted({told[rank][0] for rank in ranks_of_node})),
+        of_node=tuple(rank for rank, on in enumerate(nodes) if node_of_rank[world_rank] in on),
+        nodes=tuple(tuple(sorted(on)) for on in nodes),
         is_first=all(dp_rank != mine for dp_rank, _ in told[:world_rank]),
     )

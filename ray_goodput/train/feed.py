@@ -8,19 +8,24 @@ from dataclasses import dataclass
 
 import ray.train.torch
 
+from ray_goodput.actors.shard_cache import cache_root
 from ray_goodput.actors.shard_source import ActorShardSource
 from ray_goodput.actors.spec import RunSpec
 from ray_goodput.core.buckets import Bucket
 from ray_goodput.core.cursor import DataCursor, check
 from ray_goodput.core.data_flow import DataCounts
+from ray_goodput.core.order import Int64Array
+from ray_goodput.data.cache import NodeCache
 from ray_goodput.data.dataset import ShardedDataset
 from ray_goodput.data.feed import FeedSpec
+from ray_goodput.data.held import held_bytes
 from ray_goodput.data.loader import Batch, BatchLoader, ShardSource
 from ray_goodput.data.mixture import AnyDataset
 from ray_goodput.errors import ConfigError
 from ray_goodput.goodput.recorder import Recorder
 from ray_goodput.train.data_ranks import DataRanks, agreed
 from ray_goodput.train.datasets import load_manifest
+from ray_goodput.train.lanes import places_of_lanes
 from ray_goodput.train.worker import WorkerContext
 
 
@@ -52,12 +57,15 @@ def open_feed(
     purpose: str = "",
     dp_rank: int | None = None,
     dp_world: int | None = None,
+    place_lanes: bool = False,
 ) -> DataFeed:
     """A feed that goes on at `cursor`, or starts at the first sample without one.
 
     purpose: tells apart feeds of one dataset that are open at the same time.
 
     dp_rank, dp_world: of a data-parallel group other than the world; collective then, given by all ranks.
+
+    place_lanes: let each lane be read on a node that holds it, if there is one; collective then, said by all ranks.
 
     Raises:
         ConfigError: the ranks do not make one data-parallel group, or it is larger than a batch.
@@ -71,20 +79,33 @@ def open_feed(
     if cursor is not None:
         check(cursor, start)
         start = cursor
+    order, fetch_spec = dataset.order(manifest), dataset.fetch_spec(manifest)
+
+    def held() -> Int64Array:
+        return held_bytes(order, manifest, fetch_spec.fetcher(NodeCache(cache_root()), manifest))
+
+    lane_places = places_of_lanes(worker, name, ranks, order.lanes, held) if place_lanes else None
     source = ActorShardSource(
         worker.shard_cache,
         f"{name} ({purpose})" if purpose else name,
-        dataset.fetch_spec(manifest),
-        FeedSpec(start=start.samples_consumed, dp_ranks=ranks.of_node, dp_world=ranks.dp_world, epochs=epochs),
+        fetch_spec,
+        FeedSpec(
+            start=start.samples_consumed,
+            dp_ranks=ranks.of_node,
+            dp_world=ranks.dp_world,
+            epochs=epochs,
+            lane_places=lane_places,
+        ),
         attempt=worker.attempt,
     ).open()
     loader = dataset.batch_loader(
-        dataset.order(manifest),
+        order,
         source,
         start=start.samples_consumed,
         epochs=epochs,
         dp_rank=ranks.dp_rank,
         dp_world=ranks.dp_world,
+        lane_places=lane_places,
         device=ray.train.torch.get_device(),
     )
     return DataFeed(
@@ -126,7 +147,9 @@ def evaluated(open_one: Callable[[], DataFeed], recorder: Recorder, feeds: list[
 def _data_ranks(worker: WorkerContext, dp_rank: int | None, dp_world: int | None) -> DataRanks:
     world = worker.world
     if dp_rank is None and dp_world is None:
-        return DataRanks(dp_rank=world.world_rank, dp_world=world.world_size, of_node=worker.ranks_of_node)
-    if dp_rank is None or dp_world is None:
+        told = [(rank, world.world_size) for rank in range(world.world_size)]
+    elif dp_rank is None or dp_world is None:
         raise ConfigError(f"batches(dp_rank={dp_rank}, dp_world={dp_world}): give both, on every rank, or neither.")
-    return agreed(world.gather((dp_rank, dp_world)), worker.ranks_of_node, world.world_rank)
+    else:
+        told = world.gather((dp_rank, dp_world))
+    return agreed(told, worker.node_of_rank, world.world_rank)

@@ -44,7 +44,7 @@ def hold_leftovers(worker: WorkerContext) -> None:
 
     A vault that does not answer costs what it holds, never the attempt.
     """
-    if worker.ranks_of_node[0] == worker.world.world_rank:
+    if worker.is_first_of_node:
         try:
             ray.get(worker.vault.hold.remote(worker.attempt), timeout=_HOLD_TIMEOUT_S)
         except (GoodputError, RayError, TimeoutError) as error:

@@ -188,6 +188,7 @@ class Session:
             epochs=epochs,
             dp_rank=dp_rank,
             dp_world=dp_world,
+            place_lanes=not self._spec.reproducible,
         )
         self._cursors[name] = feed.cursor
         if not feed.is_first:
@@ -243,8 +244,17 @@ class Session:
         whole = whole_pass(name, dataset)
 
         def open_one() -> DataFeed:
-            group = {"dp_rank": dp_rank, "dp_world": dp_world}
-            return open_feed(self._spec.run, self._worker, name, whole, None, epochs=1, purpose="evaluation", **group)
+            return open_feed(
+                self._spec.run,
+                self._worker,
+                name,
+                whole,
+                None,
+                epochs=1,
+                purpose="evaluation",
+                dp_rank=dp_rank,
+                dp_world=dp_world,
+            )
 
         return evaluated(open_one, self._recorder, self._feeds)
 

@@ -45,12 +45,15 @@ _ACTOR_WAIT_S = 60.0
 
 @dataclass(kw_only=True)
 class WorkerContext:
-    """Made by `open_worker`; `close` ends the journal. `orders` is what was said from outside."""
+    """Made by `open_worker`; `close` ends the journal. `orders` is what was said from outside.
+
+    node_of_rank: of each rank, the number of its node; nodes are numbered as they come.
+    """
 
     world: World
     attempt: int
     node_id: str
-    ranks_of_node: tuple[int, ...]
+    node_of_rank: tuple[int, ...]
     local_dir: Path
     store: ObjectStore
     coordinator: RemoteProxy
@@ -62,6 +65,11 @@ class WorkerContext:
     data: DataTally
     stacks: StackFile
     clock: Clock = field(default_factory=SystemClock)
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether no rank of this node is lower: this one speaks for the node."""
+        return self.node_of_rank.index(self.node_of_rank[self.world.world_rank]) == self.world.world_rank
 
     def close(self) -> None:
         self.recorder.close()
@@ -124,11 +132,12 @@ def open_worker(spec: TrainSpec) -> WorkerContext:
     vault = _node_actor(vault_name(key, node_id))
     if context.get_local_rank() == 0:
         vault.adopt.remote(attempt)
+    nodes = list(dict.fromkeys(info.node_id for info in infos))
     return WorkerContext(
         world=world,
         attempt=attempt,
         node_id=node_id,
-        ranks_of_node=tuple(i.world_rank for i in infos if i.node_id == node_id),
+        node_of_rank=tuple(nodes.index(info.node_id) for info in infos),
         local_dir=local_dir,
         store=open_store(spec.run.store),
         coordinator=coordinator,

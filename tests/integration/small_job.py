@@ -16,7 +16,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ ROWS_PER_SHARD = (40, 33, 1, 47)  # uneven, and one of a single row
 GLOBAL_BATCH = 16
 
 
-def write_data(folder: Path) -> int:
+def write_data(folder: Path, rows_per_shard: Sequence[int] = ROWS_PER_SHARD * (NUM_SHARDS // 4)) -> int:
     """Write the data set once; returns its number of rows."""
     import numpy as np
     import pyarrow as pa
@@ -34,8 +34,7 @@ def write_data(folder: Path) -> int:
     total = 0
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(7)
-    for i in range(NUM_SHARDS):
-        rows = ROWS_PER_SHARD[i % len(ROWS_PER_SHARD)]
+    for i, rows in enumerate(rows_per_shard):
         x = generator.standard_normal((rows, 8), dtype=np.float32)
         y = (x[:, 0] * 2 - x[:, 1]).astype(np.float32)
         table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 8), "y": pa.array(y)})

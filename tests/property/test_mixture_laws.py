@@ -128,8 +128,10 @@ def test_each_shard_is_listed_no_later_than_the_first_batch_that_needs_it(
     n, epochs = order.num_samples, 3
     ranks = data.draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))
     start = data.draw(st.integers(0, n + n // 2))
+    places = data.draw(st.none() | st.permutations(range(order.lanes)))
     plan = BatchPlan(num_samples=n, global_batch_size=g, epochs=epochs)
-    visits = list(islice(shard_visits(order, start, None if endless else epochs * n, g, ranks, world), 1500))
+    stop = None if endless else epochs * n
+    visits = list(islice(shard_visits(order, start, stop, g, ranks, world, places), 1500))
     listed: dict[tuple[int, int], int] = {}
     for visit in visits:
         listed.setdefault((visit.epoch, visit.data_shard), visit.position)
@@ -138,7 +140,7 @@ def test_each_shard_is_listed_no_later_than_the_first_batch_that_needs_it(
         if endless and batch.size < g:
             break  # an endless stream has no short batch
         for rank in ranks:
-            mine = local_slots(order, batch.start, batch.stop, dp_rank=rank, dp_world=world)
+            mine = local_slots(order, batch.start, batch.stop, dp_rank=rank, dp_world=world, lane_places=places)
             shards, _ = order.locate(mine)
             for t, epoch, shard in zip(mine.tolist(), order.passes(mine).tolist(), shards.tolist(), strict=True):
                 assert listed[epoch, shard] <= t

@@ -82,11 +82,17 @@ def test_seeking_equals_streaming_from_anywhere_in_any_order(order: SampleOrder,
 
 
 @laws
-@given(ORDERS, st.integers(0, 200), st.integers(1, 40), st.integers(1, 17))
-def test_ranks_cover_each_batch_without_overlap_and_evenly(order: SampleOrder, start: int, size: int, n: int) -> None:
-    parts = [local_slots(order, start, start + size, dp_rank=r, dp_world=n) for r in range(n)]
+@given(ORDERS, st.integers(0, 200), st.integers(1, 40), st.integers(1, 17), st.data())
+def test_ranks_cover_each_batch_without_overlap_and_evenly_wherever_its_lanes_are_read(
+    order: SampleOrder, start: int, size: int, n: int, data: st.DataObject
+) -> None:
+    places = data.draw(st.none() | st.permutations(range(order.lanes)))
+    stop = start + size
+    parts = [local_slots(order, start, stop, dp_rank=r, dp_world=n, lane_places=places) for r in range(n)]
     union = np.concatenate(parts)
-    assert union.tolist() == batch_slots(order, start, start + size).tolist()
+    assert union.tolist() == batch_slots(order, start, stop, places).tolist()
+    lanes = order.lane_of(union).tolist()
+    assert lanes == sorted(lanes, key=range(order.lanes).index if places is None else places.__getitem__)
     assert sorted(union.tolist()) == list(range(start, start + size))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 

@@ -32,17 +32,18 @@ def test_each_shard_is_listed_no_later_than_the_first_batch_that_needs_it(
         g = min(g, n)
     ranks = data.draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))
     start = data.draw(st.integers(0, n + n // 2))
+    places = data.draw(st.none() | st.permutations(range(order.lanes)))
     # Without an end there is no short last batch, which ranks share out at other lanes.
     plan = BatchPlan(num_samples=n, global_batch_size=g, epochs=None if endless else epochs, drop_last=drop_last)
     stop = None if endless else epochs * n
-    visits = list(islice(shard_visits(order, start, stop, g, ranks, world), 1000))
+    visits = list(islice(shard_visits(order, start, stop, g, ranks, world, places), 1000))
     first_listed: dict[tuple[int, int], int] = {}
     for visit in visits:
         first_listed.setdefault((visit.epoch, visit.data_shard), visit.position)
     position = start
     while position < epochs * n and (batch := plan.at(position)) is not None:
         for rank in ranks:
-            mine = local_slots(order, batch.start, batch.stop, dp_rank=rank, dp_world=world)
+            mine = local_slots(order, batch.start, batch.stop, dp_rank=rank, dp_world=world, lane_places=places)
             shards, _ = order.locate(mine)
             for index, shard in zip(mine.tolist(), shards.tolist(), strict=True):
                 assert first_listed[index // n, shard] <= index
@@ -93,6 +94,9 @@ def test_worlds_that_divide_the_lanes_share_no_lane(per_rank: int, world: int, b
     order = SampleOrder([g * 3] * 2, seed=1, lanes=lanes, window=2)
     of_ranks = [rank_lanes(order, g, [r], world) for r in range(world)]
     assert np.concatenate(of_ranks).tolist() == list(range(lanes))
+    places = list(reversed(range(lanes)))
+    reversed_ranks = [rank_lanes(order, g, [r], world, places).tolist() for r in range(world)]
+    assert reversed_ranks == [lanes.tolist() for lanes in reversed(of_ranks)]
 
 
 def test_a_rank_that_never_gets_a_sample_needs_no_shard() -> None:

@@ -22,12 +22,12 @@ TENSOR_PARALLEL = 2
 
 def test_tensor_parallel_peers_read_the_same_and_one_of_them_speaks_for_both() -> None:
     told = [(rank // TENSOR_PARALLEL, 3) for rank in range(6)]
-    nodes = [(0, 1, 2, 3), (4, 5)]
-    places = [agreed(told, next(n for n in nodes if rank in n), rank) for rank in range(6)]
+    places = [agreed(told, (0, 0, 0, 0, 1, 1), rank) for rank in range(6)]
     assert [place.dp_rank for place in places] == [0, 0, 1, 1, 2, 2]
     assert [place.is_first for place in places] == [True, False] * 3
     assert {place.of_node for place in places[:4]} == {(0, 1)}
     assert {place.of_node for place in places[4:]} == {(2,)}
+    assert {place.nodes for place in places} == {((0,), (0,), (1,))}
 
 
 @pytest.mark.parametrize(
@@ -41,17 +41,20 @@ def test_tensor_parallel_peers_read_the_same_and_one_of_them_speaks_for_both() -
 def test_ranks_that_make_no_group_are_refused_on_every_rank(told: list[tuple[int, int]], message: str) -> None:
     for rank in range(2):
         with pytest.raises(ConfigError, match=message):
-            agreed(told, (0, 1), rank)
+            agreed(told, (0, 0), rank)
 
 
 def test_ranks_agree_by_asking_each_other_only_if_they_were_given_a_group() -> None:
     def ask(world: ThreadRanks) -> DataRanks:
-        worker: Any = SimpleNamespace(world=world, ranks_of_node=(0, 1, 2, 3))
+        worker: Any = SimpleNamespace(world=world, node_of_rank=(0, 0, 1, 1))
         return _data_ranks(worker, world.world_rank % 2, 2)
 
-    assert [place.dp_rank for place in in_ranks(4, ask)] == [0, 1, 0, 1]
-    alone: Any = SimpleNamespace(world=SimpleNamespace(world_rank=3, world_size=8), ranks_of_node=(2, 3))
-    assert _data_ranks(alone, None, None) == DataRanks(dp_rank=3, dp_world=8, of_node=(2, 3))
+    places = in_ranks(4, ask)
+    assert [place.dp_rank for place in places] == [0, 1, 0, 1]
+    assert {place.nodes for place in places} == {((0, 1), (0, 1))}
+    alone: Any = SimpleNamespace(world=SimpleNamespace(world_rank=3, world_size=4), node_of_rank=(0, 1, 0, 1))
+    expected = DataRanks(dp_rank=3, dp_world=4, of_node=(1, 3), nodes=((0,), (1,), (0,), (1,)))
+    assert _data_ranks(alone, None, None) == expected
     with pytest.raises(ConfigError, match="give both, on every rank, or neither"):
         _data_ranks(alone, 0, None)
 
@@ -77,7 +80,7 @@ def test_ranks_of_a_group_of_three_read_each_batch_between_them_and_their_peers_
 
     alone = read(0, 1)
     told = [(rank // TENSOR_PARALLEL, 3) for rank in range(6)]
-    ranks = [read(agreed(told, (0,), rank).dp_rank, 3) for rank in range(6)]
+    ranks = [read(agreed(told, (0,) * 6, rank).dp_rank, 3) for rank in range(6)]
     for first, peer in zip(ranks[::2], ranks[1::2], strict=True):
         assert first == peer
     for whole, *parts in zip(alone, *ranks[::2], strict=True):

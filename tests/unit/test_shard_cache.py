@@ -174,7 +174,7 @@ def test_what_a_restarted_actor_has_forgotten_is_said_clearly_and_told_again(cac
     with pytest.raises(UnknownDatasetError, match="restarted"):
         cache.ensure("train", 0)
     with pytest.raises(UnknownDatasetError):
-        cache.start_feed("train", 0, (0,), 1, 1, attempt=1)
+        cache.start_feed("train", FeedSpec(start=0, dp_ranks=(0,), dp_world=1, epochs=1), attempt=1)
     assert not cache.advance("train", 5)
     cache.begin("train", spec_of(), FEED, attempt=1, consumed=115)
     until(lambda: len(fetched(cache)) >= 4)
