@@ -37,6 +37,39 @@ def cluster() -> Iterator[DemoCluster]:
         cluster.close()
 
 
+def test_each_lane_is_read_on_the_node_that_has_its_data_shards_cached(
+    cluster: DemoCluster, job: Callable[..., Job], tmp_path: Path, juicefs_gateway: JuiceFSGateway, proxy: StoreProxy
+) -> None:
+    """Counted at the server, with caches that were filled for other ranks than those that come to their nodes."""
+    nodes = cluster.local_dirs[1:]
+    world = len(nodes)
+    write_data(tmp_path / "data", [2 * GLOBAL_BATCH] * GLOBAL_BATCH)  # a data shard is a lane
+    on_server = on_s3(tmp_path / "data", "placed", juicefs_gateway, proxy)
+    dataset = train_data(
+        on_server["data"], seed=3, augmented=False, mixture=False, options=juicefs_gateway.storage_options
+    )
+    manifest = dataset.manifest()
+    for shift in range(1, world + 1):
+        holders = [nodes[(rank + shift) % world] for rank in range(world)]
+        for rank, node in enumerate(holders):
+            shutil.rmtree(node / "cache", ignore_errors=True)
+            with dataset.loader(
+                dp_rank=rank, dp_world=world, manifest=manifest, cache_dir=node / "cache", epochs=1
+            ) as batches:
+                assert sum(len(batch.sample_ids) for batch in batches) > 0
+        so_far = len(proxy.requests)
+        running = job(f"placed-{shift}", "--workers", str(world), "--epochs", "1", **on_server)
+        readers = [cluster.local_dir_of(running.pid(1, rank)) for rank in range(world)]
+        running.succeed()
+        asked = proxy.times_fetched(".parquet", so_far)
+        assert len(asked) == GLOBAL_BATCH
+        shared = (world - 1) * (GLOBAL_BATCH % world > 0)  # lanes that two ranks share, one of whom may lack it
+        assert sum(asked.values()) - GLOBAL_BATCH <= shared, "besides one look at each for the manifest"
+        if readers != holders:
+            return  # else the ranks came to where their lanes are anyway: once more, with others
+    pytest.fail(f"ranks came to the nodes that held their lanes {world} times, whichever those were")
+
+
 def test_two_notices_and_a_node_that_comes_lose_no_step_and_change_none_of_a_mixture(
     cluster: DemoCluster, job: Callable[..., Job], data: Path
 ) -> None:
@@ -109,39 +142,6 @@ def test_after_the_loss_of_a_node_each_step_trains_on_the_same_tensors_as_withou
     assert found.steps == {step: tuple(i for i, _ in samples) for step, samples in expected.items()}
     incidents = lost.outcome["goodput"]["incidents"]
     assert incidents and all(incident["ranks"] and incident["nodes"] for incident in incidents)
-
-
-def test_each_lane_is_read_on_the_node_that_has_its_data_shards_cached(
-    cluster: DemoCluster, job: Callable[..., Job], tmp_path: Path, juicefs_gateway: JuiceFSGateway, proxy: StoreProxy
-) -> None:
-    """Counted at the server, with caches that were filled for other ranks than those that come to their nodes."""
-    nodes = cluster.local_dirs[1:]
-    world = len(nodes)
-    write_data(tmp_path / "data", [2 * GLOBAL_BATCH] * GLOBAL_BATCH)  # a data shard is a lane
-    on_server = on_s3(tmp_path / "data", "placed", juicefs_gateway, proxy)
-    dataset = train_data(
-        on_server["data"], seed=3, augmented=False, mixture=False, options=juicefs_gateway.storage_options
-    )
-    manifest = dataset.manifest()
-    for shift in range(1, world + 1):
-        holders = [nodes[(rank + shift) % world] for rank in range(world)]
-        for rank, node in enumerate(holders):
-            shutil.rmtree(node / "cache", ignore_errors=True)
-            with dataset.loader(
-                dp_rank=rank, dp_world=world, manifest=manifest, cache_dir=node / "cache", epochs=1
-            ) as batches:
-                assert sum(len(batch.sample_ids) for batch in batches) > 0
-        so_far = len(proxy.requests)
-        running = job(f"placed-{shift}", "--workers", str(world), "--epochs", "1", **on_server)
-        readers = [cluster.local_dir_of(running.pid(1, rank)) for rank in range(world)]
-        running.succeed()
-        asked = proxy.times_fetched(".parquet", so_far)
-        assert len(asked) == GLOBAL_BATCH
-        shared = (world - 1) * (GLOBAL_BATCH % world > 0)  # lanes that two ranks share, one of whom may lack it
-        assert sum(asked.values()) - GLOBAL_BATCH <= shared, "besides one look at each for the manifest"
-        if readers != holders:
-            return  # else the ranks came to where their lanes are anyway: once more, with others
-    pytest.fail(f"ranks came to the nodes that held their lanes {world} times, whichever those were")
 
 
 def _wait_for_steps(running: Job, log: Path, steps: int) -> None:
