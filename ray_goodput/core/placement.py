@@ -157,6 +157,19 @@ def shard_visits(
         yield from heapq.merge(*streams, key=lambda visit: visit.position)
 
 
+def lane_shards(order: AnyOrder, lane: int, start: int, stop: int) -> list[int]:
+    """Data shards that a lane reads from stream position `start` to `stop`, each once, in the order of need."""
+    if isinstance(order, MixtureOrder):
+        begin = -(-(start - lane) // order.lanes)
+        visits = [v for member in range(len(order.members)) for v in _member_visits(order, member, lane, begin, stop)]
+        return list(dict.fromkeys(visit.data_shard for visit in sorted(visits)))
+    shards: dict[int, None] = {}
+    for epoch in range(start // order.num_samples, -(-stop // order.num_samples)):
+        low, high = (-(-(edge - epoch * order.num_samples - lane) // order.lanes) for edge in (start, stop))
+        shards.update(dict.fromkeys(visit.data_shard for visit in _lane_visits(order, epoch, lane, low, high)))
+    return list(shards)
+
+
 def _mixture_visits(
     order: MixtureOrder,
     start: int,

@@ -54,7 +54,7 @@ def located_batches(
 ) -> Iterator[LocatedBatch]:
     """A rank's shares of the global batches from stream position `start` to the plan's end."""
     position, at_once = start, 1
-    mine = {"dp_rank": dp_rank, "dp_world": dp_world, "lane_places": lane_places}
+    places = None if lane_places is None else np.asarray(lane_places, dtype=np.int64)
     while True:
         ranges: list[BatchRange] = []
         while len(ranges) < at_once and (batch := plan.at(position)) is not None:
@@ -62,7 +62,9 @@ def located_batches(
             position = batch.samples_end
         if not ranges:
             return
-        slots = [local_slots(order, r.start, r.stop, **mine) for r in ranges]
+        slots = [
+            local_slots(order, r.start, r.stop, dp_rank=dp_rank, dp_world=dp_world, lane_places=places) for r in ranges
+        ]
         data_shards, rows = order.locate(np.concatenate(slots))
         cuts = np.cumsum([len(part) for part in slots])[:-1]
         yield from map(LocatedBatch, ranges, slots, np.split(data_shards, cuts), np.split(rows, cuts))

@@ -139,6 +139,10 @@ class NodeCache:
             os.close(fd)
         return True
 
+    def names(self) -> set[str]:
+        """Content names of all that is cached, as its folders tell; no file is looked at."""
+        return {path.name.removesuffix(SUFFIX) for path in self.root.glob(f"??/*{SUFFIX}")}
+
     def open_table(self, name: str) -> CachedShard | None:
         """The data shard, memory-mapped and locked against eviction; None if it is not (or no longer) cached.
 

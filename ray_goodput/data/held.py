@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import numpy as np
 
-from ray_goodput.core.lane_places import lane_shards
 from ray_goodput.core.order import Int64Array
-from ray_goodput.core.placement import AnyOrder
+from ray_goodput.core.placement import AnyOrder, lane_shards
 from ray_goodput.data.mixture_feed import AnyFetcher
 from ray_goodput.data.mixture_manifest import AnyManifest
 
-_MAX_LOOKS = 8192  # at files, some 0.1 s
+_MAX_NAMES = 8192  # of data shards, whose hashes take 0.1 s
 
 
-def held_bytes(order: AnyOrder, manifest: AnyManifest, fetcher: AnyFetcher) -> Int64Array:
-    """Of each lane, the bytes (of objects) of its data shards that the cache of `fetcher` holds.
+def held_bytes(
+    order: AnyOrder, manifest: AnyManifest, fetcher: AnyFetcher, start: int, epochs: int | None
+) -> Int64Array:
+    """Of each lane, the bytes (of objects) of those data shards that the cache of `fetcher` holds, among what the lane
+    reads within an epoch from stream position `start` on, and before the end of `epochs`.
 
-    Of many shards only every n-th of each lane is looked at: a sample, as they come permuted.
+    Of many data shards only every n-th of each lane is looked for: a sample, as they come permuted.
     """
-    every = -(-manifest.num_shards // _MAX_LOOKS)
+    cached = fetcher.cache.names()
     held = np.zeros(order.lanes, dtype=np.int64)
+    if not cached:
+        return held
+    stop = start + order.num_samples
+    if epochs is not None:
+        stop = min(stop, epochs * order.num_samples)
+    every = -(-manifest.num_shards // _MAX_NAMES)
     for lane in range(order.lanes):
-        looked_at = lane_shards(order, lane)[::every].tolist()
-        cached = [shard for shard in looked_at if fetcher.cache.contains(fetcher.name(shard))]
-        held[lane] = manifest.sizes[cached].sum()
+        looked_for = lane_shards(order, lane, start, stop)[::every]
+        held[lane] = sum(int(manifest.sizes[shard]) for shard in looked_for if fetcher.name(shard) in cached)
     return held

@@ -25,7 +25,7 @@ from ray_goodput.errors import ConfigError
 from ray_goodput.goodput.recorder import Recorder
 from ray_goodput.train.data_ranks import DataRanks, agreed
 from ray_goodput.train.datasets import load_manifest
-from ray_goodput.train.lanes import places_of_lanes
+from ray_goodput.train.lanes import LaneAgreement
 from ray_goodput.train.worker import WorkerContext
 
 
@@ -57,7 +57,7 @@ def open_feed(
     purpose: str = "",
     dp_rank: int | None = None,
     dp_world: int | None = None,
-    place_lanes: bool = False,
+    lanes: LaneAgreement | None = None,
 ) -> DataFeed:
     """A feed that goes on at `cursor`, or starts at the first sample without one.
 
@@ -65,7 +65,7 @@ def open_feed(
 
     dp_rank, dp_world: of a data-parallel group other than the world; collective then, given by all ranks.
 
-    place_lanes: let each lane be read on a node that holds it, if there is one; collective then, said by all ranks.
+    lanes: says which rank reads which; None: in ascending sequence. Collective then, the first time for a dataset.
 
     Raises:
         ConfigError: the ranks do not make one data-parallel group, or it is larger than a batch.
@@ -82,9 +82,14 @@ def open_feed(
     order, fetch_spec = dataset.order(manifest), dataset.fetch_spec(manifest)
 
     def held() -> Int64Array:
-        return held_bytes(order, manifest, fetch_spec.fetcher(NodeCache(cache_root()), manifest))
+        fetcher = fetch_spec.fetcher(NodeCache(cache_root()), manifest)
+        own_order = dataset.order(manifest)  # that of the loader shall not keep what it needs of other ranks' lanes
+        return held_bytes(own_order, manifest, fetcher, start.samples_consumed, epochs)
 
-    lane_places = places_of_lanes(worker, name, ranks, order.lanes, held) if place_lanes else None
+    lane_places = None
+    if lanes is not None:
+        batch_size = fetch_spec.global_batch_size
+        lane_places = lanes.places(name, ranks, order.lanes, batch_size, held)
     source = ActorShardSource(
         worker.shard_cache,
         f"{name} ({purpose})" if purpose else name,

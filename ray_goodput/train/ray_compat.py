@@ -7,10 +7,11 @@ Ray's objects into our own values.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -41,6 +42,7 @@ from ray.train.v2._internal.execution.scaling_policy import (
     ScalingDecision,
 )
 from ray.train.v2._internal.execution.storage import StorageContext
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 from ray_goodput.core.budget import FailureKind
@@ -67,12 +69,15 @@ __all__ = [
     "goodput_error_in",
     "in_train_worker",
     "node_ip",
+    "order_nodes",
     "polling_often",
     "train_run_id",
     "user_error_in",
     "without_dataset_manager",
     "worker_infos",
 ]
+
+logger = logging.getLogger(__name__)
 
 _PlacementGroup: Any = vars(gcs_pb2)["PlacementGroupTableData"]  # made at import: no type checker sees it
 _CALL_TIMEOUT_S = 5.0
@@ -128,6 +133,30 @@ def polling_often(num_workers: int) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(HEALTH_CHECK_INTERVAL_S_ENV_VAR, None)
+
+
+_rays_sequence = WorkerGroup._sort_workers_by_gpu_id_grouped_by_node
+
+
+def order_nodes(sequence: Callable[[Sequence[str]], Sequence[str]]) -> None:
+    """Worker groups of this process, which is a controller's own, give the nodes their ranks in that sequence of ids.
+
+    In Ray's they come as their bundles were placed, which may be another way in each attempt. If `sequence` fails, or
+    loses a node, it is Ray's.
+    """
+
+    def in_sequence(workers: list[Any], _first_id: str | None = None) -> list[Any]:
+        by_node = _rays_sequence(workers, _first_id)
+        try:
+            places = {
+                node: place for place, node in enumerate(sequence(list({w.metadata.node_id: 0 for w in by_node})))
+            }
+            return sorted(by_node, key=lambda worker: places[worker.metadata.node_id])
+        except Exception:  # a run goes on whatever its ranks are called
+            logger.exception("ray_goodput: nodes get their ranks in Ray's sequence.")
+            return by_node
+
+    WorkerGroup._sort_workers_by_gpu_id_grouped_by_node = staticmethod(in_sequence)
 
 
 def in_train_worker() -> bool:

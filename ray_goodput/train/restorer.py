@@ -36,12 +36,14 @@ class Restored:
     """Where the run goes on: after `step`, with `cursors` by dataset name; `tier` is "none" for a fresh run.
 
     near: the save that holds the state, if it lies on the nodes and is not committed.
+    world_size: of the ranks that saved it, None for a fresh run.
     """
 
     step: int
     tier: str
     cursors: Mapping[str, DataCursor]
     near: CheckpointId | None = None
+    world_size: int | None = None
 
 
 def restore_newest(
@@ -92,6 +94,7 @@ def restore_newest(
             tier=loaded.tier,
             cursors=cursors,
             near=loaded.record.checkpoint if isinstance(loaded.record, NearRecord) else None,
+            world_size=loaded.record.world_size,
         )
     if worker.world.world_rank == 0:
         _tell(worker, restored)

@@ -25,6 +25,7 @@ from ray_goodput.train import reproducible, sigterm
 from ray_goodput.train.batch_weight import BatchWeight
 from ray_goodput.train.decide import decide, raise_if_too_old
 from ray_goodput.train.feed import DataFeed, evaluated, open_feed, whole_pass
+from ray_goodput.train.lanes import LaneAgreement
 from ray_goodput.train.own_time import OwnTime
 from ray_goodput.train.restorer import Restored, restore_newest
 from ray_goodput.train.sample_log import SampleLog
@@ -45,6 +46,7 @@ class Session:
         self._model: nn.Module | None = None
         self._optimizer: Any = None
         self._restored: Restored | None = None
+        self._lanes: LaneAgreement | None = None
         self._step = 0
         self._stop = False
         self._prepared = False
@@ -144,6 +146,8 @@ class Session:
             self._restored = restore_newest(
                 self._spec, self._worker, model=model, optimizer=optimizer, stateful=self._stateful, strict=strict
             )
+        if not self._spec.reproducible:
+            self._lanes = LaneAgreement(self._worker, self._restored.world_size)
         self._step = self._restored.step
         self._cursors = dict(self._restored.cursors)
         self._saver.begin(self._step, durable=self._restored.near is None)
@@ -167,7 +171,8 @@ class Session:
 
         Each global batch is one step: call `step` once for each batch, or for several to accumulate gradients over
         them; those that no step has followed come again with the next call. `None` epochs never end.
-        The iterator ends early once `should_stop` is true.
+        The iterator ends early once `should_stop` is true. All ranks call it: the first time for a dataset they agree
+        on who reads what.
 
         dp_rank, dp_world: this rank's place in a data-parallel group that is not the world (tensor or pipeline
             parallel ranks share their batches). All ranks give them, or none.
@@ -179,17 +184,18 @@ class Session:
         """
         self._need_restore("batches")
         dataset = self._dataset(name)
-        feed = open_feed(
-            self._spec.run,
-            self._worker,
-            name,
-            dataset,
-            self._cursors.get(name),
-            epochs=epochs,
-            dp_rank=dp_rank,
-            dp_world=dp_world,
-            place_lanes=not self._spec.reproducible,
-        )
+        with self._recorder.span(Bucket.DATA_WAIT):
+            feed = open_feed(
+                self._spec.run,
+                self._worker,
+                name,
+                dataset,
+                self._cursors.get(name),
+                epochs=epochs,
+                dp_rank=dp_rank,
+                dp_world=dp_world,
+                lanes=self._lanes,
+            )
         self._cursors[name] = feed.cursor
         if not feed.is_first:
             self._unlogged.add(name)
