@@ -32,6 +32,7 @@ def commit(folder: Path, slices: Sequence[StagedSlice], objects: Sequence[Object
         world_size=slices[0].world_size,
         structure_digest=slices[0].structure_digest,
         cursors=slices[0].cursors,
+        extra=slices[0].extra,
         objects=tuple(objects),
         committed_at_s=0.0,
     )

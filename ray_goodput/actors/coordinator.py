@@ -28,7 +28,6 @@ from ray_goodput.clock import Clock
 from ray_goodput.config import WatchdogConfig
 from ray_goodput.core.commit import CheckpointId, CommitRecord, LandedSlice
 from ray_goodput.core.data_flow import DataCounts
-from ray_goodput.core.lane_places import PlacedLanes
 from ray_goodput.core.run_state import AttemptStart, HeartbeatAnswer, RunStatus, WorkerInfo
 from ray_goodput.core.tiers import peers_of
 from ray_goodput.goodput.journal import JournalPage
@@ -96,7 +95,6 @@ class RunCoordinator:
         self._save_times = SaveTimes()
         self._train_run_id = ""
         self._orders = RunOrders(clock)
-        self._placed_lanes: dict[str, PlacedLanes] = {}
         self._prune = Errand("prune", self._commits.prune)
         self._flush = Errand("ledger", self._write_books, every_s=self._ledger.flush_interval_s)
 
@@ -229,14 +227,6 @@ class RunCoordinator:
         """Where `attempt` goes on, a `NearRecord` if that is not committed; earlier attempts can no longer commit."""
         self._attempts.heard_of(attempt)
         return self._points.choose(attempt)
-
-    def lanes_placed(self, dataset: str, placed: PlacedLanes) -> None:
-        """So the ranks of the attempt read a dataset, for the attempts after it."""
-        self._placed_lanes[dataset] = placed
-
-    def placed_lanes(self, dataset: str) -> PlacedLanes | None:
-        """How a dataset was read last; None if this life of the actor has not heard of it."""
-        return self._placed_lanes.get(dataset)
 
     def mark_bad(self, checkpoint: CheckpointId, reason: str) -> None:
         self._points.mark_bad(checkpoint, reason)

@@ -9,7 +9,6 @@ exactly (0.1 ms for 64 lanes, 25 ms for 1024).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -19,12 +18,9 @@ from ray_goodput.core.order import Int64Array
 _MAX_LANES = 1024  # of so many it costs 25 ms and as many MB; with more, lanes stay in ascending sequence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedLanes:
-    """With which places (None: ascending) a world of that size reads a dataset."""
-
-    world_size: int
-    places: tuple[int, ...] | None
+def may_move(lanes: int, global_batch_size: int) -> bool:
+    """Whether `best_places` has a choice. Lanes that do not divide the batch are shared out anew by each batch."""
+    return global_batch_size % lanes == 0 and lanes <= _MAX_LANES
 
 
 def readers_of_places(lanes: int, global_batch_size: int, dp_world: int) -> list[range]:
@@ -46,12 +42,9 @@ def best_places(
     nodes_of_ranks: of each data-parallel rank, the nodes on which it is read; several if tensor or pipeline parallel
         ranks share its batches.
 
-    Among equals, lanes keep their own place, and else their own nodes. None, too, for lanes that do not divide the
-    batch, which every batch shares out anew.
+    Among equals, lanes keep their own place, and else their own nodes. The lanes `may_move`.
     """
     lanes = len(held[0])
-    if global_batch_size % lanes or lanes > _MAX_LANES:
-        return None
     readers = readers_of_places(lanes, global_batch_size, len(nodes_of_ranks))
     nodes_of_places = [frozenset(node for rank in ranks for node in nodes_of_ranks[rank]) for ranks in readers]
     groups = {nodes: number for number, nodes in enumerate(dict.fromkeys(nodes_of_places))}

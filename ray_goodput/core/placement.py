@@ -67,13 +67,23 @@ def live_set(
     dp_world: int,
     lane_places: LanePlaces | None = None,
 ) -> int:
-    """Upper bound of the data shards that `dp_ranks` read from at one position: lanes x window, at most all shards, of
-    each member of a mixture.
+    """Upper bound of the data shards that `dp_ranks` read from at one position, of all members of a mixture together.
 
     A cache that holds fewer fetches shards again and again.
     """
+    return sum(live_sets(order, global_batch_size, dp_ranks, dp_world, lane_places))
+
+
+def live_sets(
+    order: AnyOrder,
+    global_batch_size: int,
+    dp_ranks: Sequence[int],
+    dp_world: int,
+    lane_places: LanePlaces | None = None,
+) -> list[int]:
+    """As `live_set`, of each member of a mixture: lanes x window, at most all its shards."""
     lanes = len(rank_lanes(order, global_batch_size, dp_ranks, dp_world, lane_places))
-    return sum(min(member.num_shards, lanes * member.window) for member in _members(order))
+    return [min(member.num_shards, lanes * member.window) for member in members_of(order)]
 
 
 def live_set_bytes(
@@ -85,16 +95,16 @@ def live_set_bytes(
     lane_places: LanePlaces | None = None,
 ) -> int:
     """Upper bound of the bytes of `live_set`: that many of the largest data shards, of each member of a mixture."""
-    lanes = len(rank_lanes(order, global_batch_size, dp_ranks, dp_world, lane_places))
+    live = live_sets(order, global_batch_size, dp_ranks, dp_world, lane_places)
     first, total = 0, 0
-    for member in _members(order):
-        num = min(member.num_shards, lanes * member.window)
+    for member, num in zip(members_of(order), live, strict=True):
         total += int(np.sort(shard_bytes[first : first + member.num_shards])[::-1][:num].sum())
         first += member.num_shards
     return total
 
 
-def _members(order: AnyOrder) -> tuple[SampleOrder, ...]:
+def members_of(order: AnyOrder) -> tuple[SampleOrder, ...]:
+    """The orders of a mixture's datasets, or the only one."""
     return order.members if isinstance(order, MixtureOrder) else (order,)
 
 
@@ -157,17 +167,40 @@ def shard_visits(
         yield from heapq.merge(*streams, key=lambda visit: visit.position)
 
 
-def lane_shards(order: AnyOrder, lane: int, start: int, stop: int) -> list[int]:
-    """Data shards that a lane reads from stream position `start` to `stop`, each once, in the order of need."""
+def lane_parts(order: AnyOrder, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+    """Data shards that a lane reads from stream position `start` to `stop`, by whole windows, each once, and how many
+    rows of each are the lane's. The cost does not grow with the distance beyond a pass over the lane."""
     if isinstance(order, MixtureOrder):
-        begin = -(-(start - lane) // order.lanes)
-        visits = [v for member in range(len(order.members)) for v in _member_visits(order, member, lane, begin, stop)]
-        return list(dict.fromkeys(visit.data_shard for visit in sorted(visits)))
-    shards: dict[int, None] = {}
-    for epoch in range(start // order.num_samples, -(-stop // order.num_samples)):
-        low, high = (-(-(edge - epoch * order.num_samples - lane) // order.lanes) for edge in (start, stop))
-        shards.update(dict.fromkeys(visit.data_shard for visit in _lane_visits(order, epoch, lane, low, high)))
-    return list(shards)
+        offsets = [-(-(edge - lane) // order.lanes) for edge in (start, stop)]
+        found = [
+            _parts_between(own, lane, *(order.draws_before(lane, offset, member) for offset in offsets))
+            for member, own in enumerate(order.members)
+        ]
+        firsts = order.first_shards[:-1].tolist()
+        shards = [shards + first for (shards, _), first in zip(found, firsts, strict=True)]
+        return np.concatenate(shards), np.concatenate([rows for _, rows in found])
+    draws = [
+        edge // order.num_samples * order.lane_length(lane) + -(-(edge % order.num_samples - lane) // order.lanes)
+        for edge in (start, stop)
+    ]
+    return _parts_between(order, lane, *draws)
+
+
+def _parts_between(order: SampleOrder, lane: int, begin: int, end: int) -> tuple[Int64Array, Int64Array]:
+    """`lane_parts` by the lane's own offsets, counted through all epochs."""
+    length = order.lane_length(lane)
+    shards, rows = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    if end - begin > length:
+        begin, end = 0, length  # everything, whichever epoch it is
+    for epoch in range(begin // length, -(-end // length)) if end > begin else ():
+        view = order.lane_epoch(epoch, lane)
+        first = int(np.searchsorted(view.window_starts, begin - epoch * length, side="right")) - 1
+        last = int(np.searchsorted(view.window_starts, end - epoch * length, side="left"))
+        parts = slice(max(first, 0) * order.window, last * order.window)
+        shards.append(view.shards[parts])
+        rows.append(np.diff(view.starts)[parts])
+    each, at = np.unique(np.concatenate(shards), return_index=True)
+    return each, np.concatenate(rows)[at]
 
 
 def _mixture_visits(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +19,7 @@ from ray_goodput.core.mixture import MixtureOrder
 from ray_goodput.core.order import Int64Array, StreamOrder
 from ray_goodput.data.batch import Batch
 from ray_goodput.data.columns import ShardColumns
+from ray_goodput.data.open_shards import OpenShards
 from ray_goodput.data.transforms import SampleTransforms, Skipped
 from ray_goodput.errors import DataError
 
@@ -82,7 +82,10 @@ class _Segment:
 
 
 class BatchBuilder:
-    """Builds batches from the tables of data shards; keeps the most recently used ones open. For one thread."""
+    """Builds batches from the tables of data shards; keeps the most recently used ones open. For one thread.
+
+    max_open: of each dataset of a mixture, or of the only one; see `OpenShards`.
+    """
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class BatchBuilder:
         transforms: SampleTransforms | None,
         collate: Collate | None,
         dp_world: int,
-        max_open: int,
+        max_open: Sequence[int],
         describe: Callable[[int], str] = "Data shard {}".format,
         misses: Callable[[], int] = int,
     ) -> None:
@@ -105,9 +108,8 @@ class BatchBuilder:
         self._transforms = transforms
         self._collate = collate
         self._dp_world = dp_world
-        self._max_open = max_open
-        self._open: OrderedDict[int, ShardColumns] = OrderedDict()
         self._mixture = order if isinstance(order, MixtureOrder) else None
+        self._open = OpenShards(max_open, None if self._mixture is None else self._mixture.member_of)
         self._last_good: Any = None  # a result of `transform`, to pad with
         self.num_skipped = 0
         self.network_s = self.disk_s = self.decode_s = 0.0
@@ -144,13 +146,13 @@ class BatchBuilder:
             slots = np.array([batch.start], dtype=np.int64)
             data_shards, rows = self._order.locate(slots)
         ids = self._order.sample_ids(data_shards, rows)
-        self._make_way(data_shards)
+        self._open.make_way(data_shards)
         if self._transforms is None and self._collate is None:
-            gathered = self._gather(data_shards, rows)
-            self._close_some(slots, data_shards)
+            gathered = self._gather(slots, data_shards, rows)
+            self._open.close_some()
             return lambda: self._batch(located, {n: _as_column(v) for n, v in gathered.items()}, ids)
-        samples = self._samples(data_shards, rows)
-        self._close_some(slots, data_shards)
+        samples = self._samples(slots, data_shards, rows)
+        self._open.close_some()
         if self._transforms is None:
             return lambda: self._batch(located, self._columns_of(samples), ids)
         if self._mixture is not None:
@@ -204,40 +206,18 @@ class BatchBuilder:
             logger.warning("sample %d is left out (%d so far): %s", sample_id, self.num_skipped, skipped.reason)
 
     def _shard(self, data_shard: int) -> ShardColumns:
-        known = self._open.get(data_shard)
-        if known is not None:
-            self._open.move_to_end(data_shard)
-            return known
-        columns = ShardColumns(self._opened(data_shard), self._columns, title=self._describe(data_shard))
-        self._open[data_shard] = columns
-        return columns
+        def opened() -> ShardColumns:
+            return ShardColumns(self._opened(data_shard), self._columns, title=self._describe(data_shard))
 
-    def _make_way(self, data_shards: Int64Array) -> None:
-        """Before a batch opens its data shards: others are closed, the longest unused first, until `max_open` hold them
-        all. Those that it reads stay, also if they are more: it may read from windows that end and from their next."""
-        needed = set(data_shards.tolist())
-        too_many = len(self._open) + len(needed - self._open.keys()) - self._max_open
-        for data_shard in [shard for shard in self._open if shard not in needed][: max(0, too_many)]:
-            del self._open[data_shard]
+        return self._open.get(data_shard, opened)
 
-    def _close_some(self, slots: Int64Array, data_shards: Int64Array) -> None:
-        """After a batch, at most `max_open` data shards stay open: those whose rows came last in the stream."""
-        if len(self._open) <= self._max_open:
-            return
-        newest_first = data_shards[np.argsort(slots)[::-1]]
-        used, first = np.unique(newest_first, return_index=True)
-        for data_shard in used[np.argsort(first)[::-1]].tolist():
-            self._open.move_to_end(data_shard)
-        while len(self._open) > self._max_open:
-            self._open.popitem(last=False)
-
-    def _samples(self, data_shards: Int64Array, rows: Int64Array) -> list[Any]:
+    def _samples(self, slots: Int64Array, data_shards: Int64Array, rows: Int64Array) -> list[Any]:
         """Each slot's row as a dict; datasets of a mixture may have columns of their own."""
         members = np.zeros(len(rows), np.int64) if self._mixture is None else self._mixture.member_of(data_shards)
         samples: list[Any] = [None] * len(rows)
         for member in np.unique(members).tolist():
             mine = np.flatnonzero(members == member)
-            gathered = self._gather(data_shards[mine], rows[mine])
+            gathered = self._gather(slots[mine], data_shards[mine], rows[mine])
             for i, slot in enumerate(mine.tolist()):
                 samples[slot] = {name: values[i] for name, values in gathered.items()}
         return samples
@@ -249,12 +229,17 @@ class BatchBuilder:
             self.network_s += time.perf_counter() - began
         return table
 
-    def _gather(self, data_shards: Int64Array, rows: Int64Array) -> dict[str, NDArray[Any] | list[Any]]:
+    def _gather(
+        self, slots: Int64Array, data_shards: Int64Array, rows: Int64Array
+    ) -> dict[str, NDArray[Any] | list[Any]]:
         """Each column's values in slot order."""
         by_shard = np.argsort(data_shards, kind="stable")
         shards, sorted_rows = data_shards[by_shard], rows[by_shard]
-        bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
-        segments = [_Segment(self._shard(int(shards[a])), sorted_rows[a:b], a, b) for a, b in pairwise(bounds)]
+        ends = np.append(np.flatnonzero(np.diff(shards)) + 1, len(shards))
+        last_used = np.argsort(slots[by_shard[ends - 1]])  # the data shard that comes last in the stream is opened last
+        columns = {number: self._shard(int(shards[ends[number] - 1])) for number in last_used.tolist()}
+        bounds = [0, *ends.tolist()]
+        segments = [_Segment(columns[i], sorted_rows[a:b], a, b) for i, (a, b) in enumerate(pairwise(bounds))]
         back = np.empty_like(by_shard)
         back[by_shard] = np.arange(len(by_shard))
         return {name: _take(name, segments, back) for name in segments[0].columns.names}

@@ -141,7 +141,12 @@ class NodeCache:
 
     def names(self) -> set[str]:
         """Content names of all that is cached, as its folders tell; no file is looked at."""
-        return {path.name.removesuffix(SUFFIX) for path in self.root.glob(f"??/*{SUFFIX}")}
+        names: set[str] = set()
+        for folder in os.listdir(self.root) if self.root.is_dir() else ():
+            if len(folder) == 2:
+                files = os.listdir(self.root / folder)
+                names.update(file.removesuffix(SUFFIX) for file in files if file.endswith(SUFFIX))
+        return names
 
     def open_table(self, name: str) -> CachedShard | None:
         """The data shard, memory-mapped and locked against eviction; None if it is not (or no longer) cached.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ray_goodput.config import StoreSpec
 from ray_goodput.core.order import SampleOrder
-from ray_goodput.core.placement import AnyOrder, live_set, live_set_bytes, shard_visits
+from ray_goodput.core.placement import AnyOrder, live_set, live_set_bytes, live_sets, shard_visits
 from ray_goodput.data.cache import NodeCache
 from ray_goodput.data.governors import governor_for
 from ray_goodput.data.lookahead import LookAhead, first_needs
@@ -135,7 +135,6 @@ def look_ahead(
 ) -> LookAhead:
     """See `FetchSpec.look_ahead`."""
     readers = spec.global_batch_size, feed.dp_ranks, feed.dp_world, feed.lane_places
-    live = live_set(order, *readers)
     limit = spec.cache_limit_bytes
     if limit is not None:
         _check_live_set(order, manifest, spec.global_batch_size, feed, limit)
@@ -148,7 +147,8 @@ def look_ahead(
         batch_samples=spec.global_batch_size,
         max_shards=spec.prefetch_shards,
         max_bytes=None if limit is None else limit // 2,
-        live_shards=live,
+        live_shards=live_sets(order, *readers),
+        member_of=None if isinstance(order, SampleOrder) else order.member_of,
         lanes=order.lanes,
         behind=0 if len(feed.dp_ranks) == 1 else _RANKS_APART * spec.global_batch_size,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ray_goodput.core.order import Int64Array
-from ray_goodput.core.placement import AnyOrder, lane_shards
+from ray_goodput.core.placement import AnyOrder, lane_parts
 from ray_goodput.data.mixture_feed import AnyFetcher
 from ray_goodput.data.mixture_manifest import AnyManifest
 
@@ -15,10 +15,10 @@ _MAX_NAMES = 8192  # of data shards, whose hashes take 0.1 s
 def held_bytes(
     order: AnyOrder, manifest: AnyManifest, fetcher: AnyFetcher, start: int, epochs: int | None
 ) -> Int64Array:
-    """Of each lane, the bytes (of objects) of those data shards that the cache of `fetcher` holds, among what the lane
-    reads within an epoch from stream position `start` on, and before the end of `epochs`.
+    """Of each lane, the bytes (of objects) of what it reads within an epoch from stream position `start` on, and before
+    the end of `epochs`, that the cache of `fetcher` holds. Of a data shard that lanes share, each has its rows.
 
-    Of many data shards only every n-th of each lane is looked for: a sample, as they come permuted.
+    Of many data shards only every n-th of each lane is looked for, and counted n times.
     """
     cached = fetcher.cache.names()
     held = np.zeros(order.lanes, dtype=np.int64)
@@ -29,6 +29,8 @@ def held_bytes(
         stop = min(stop, epochs * order.num_samples)
     every = -(-manifest.num_shards // _MAX_NAMES)
     for lane in range(order.lanes):
-        looked_for = lane_shards(order, lane, start, stop)[::every]
-        held[lane] = sum(int(manifest.sizes[shard]) for shard in looked_for if fetcher.name(shard) in cached)
+        shards, rows = lane_parts(order, lane, start, stop)
+        for shard, num_rows in zip(shards[::every].tolist(), rows[::every].tolist(), strict=True):
+            if fetcher.name(shard) in cached:
+                held[lane] += every * int(manifest.sizes[shard]) * num_rows // int(manifest.rows[shard])
     return held

@@ -15,7 +15,7 @@ import torch
 
 from ray_goodput.core.batches import BatchPlan, LanePlaces
 from ray_goodput.core.data_flow import DataCounts
-from ray_goodput.core.placement import AnyOrder, live_set
+from ray_goodput.core.placement import AnyOrder, live_sets, members_of
 from ray_goodput.data.assemble import BatchBuilder, Collate, located_batches
 from ray_goodput.data.batch import Batch
 from ray_goodput.data.transforms import OnError, SampleTransforms, Transform, WorkerKind
@@ -101,7 +101,7 @@ class BatchLoader:
         self._located = located_batches(
             order, self.plan, start, dp_rank=dp_rank, dp_world=dp_world, lane_places=lane_places
         )
-        live = live_set(order, global_batch_size, [dp_rank], dp_world, lane_places)
+        live = live_sets(order, global_batch_size, [dp_rank], dp_world, lane_places)
         self._transforms = (
             None
             if transform is None
@@ -115,7 +115,9 @@ class BatchLoader:
             transforms=self._transforms,
             collate=collate,
             dp_world=dp_world,
-            max_open=min(live + order.window, _MAX_OPEN_SHARDS),
+            max_open=_shares(
+                [num + member.window for num, member in zip(live, members_of(order), strict=True)], _MAX_OPEN_SHARDS
+            ),
             describe=source.describe,
             misses=lambda: source.counts().misses,
         )
@@ -257,3 +259,8 @@ class BatchLoader:
             self._ready.append(batch)
             self._changed.notify_all()
             return True
+
+
+def _shares(wanted: list[int], limit: int) -> list[int]:
+    """What each gets of `limit`, in proportion if it is not enough for all."""
+    return [max(1, num * limit // max(limit, sum(wanted))) for num in wanted]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
+
+from ray_goodput.core.order import Int64Array
 from ray_goodput.core.placement import ShardVisit
 
 
@@ -39,7 +42,9 @@ class LookAhead:
     shard_bytes: size of a data shard, for `max_bytes`.
     consumed: samples consumed when it starts.
     batch_samples: samples of a global batch.
-    live_shards: how many needs may be read from at one position (`core.placement.live_set`).
+    live_shards: of each dataset of a mixture, or of the only one, how many needs may be read from at one position
+        (`core.placement.live_sets`).
+    member_of: the number of the dataset of each data shard; None: there is one.
     behind: samples by which the consumer that is told of may be ahead of others that this is for.
     lanes: of the order. A window that begins within as many samples from the next batch's start has taken the place of
         its lane's window before.
@@ -54,7 +59,8 @@ class LookAhead:
         batch_samples: int,
         max_shards: int,
         max_bytes: int | None = None,
-        live_shards: int = 0,
+        live_shards: Sequence[int] = (0,),
+        member_of: Callable[[Int64Array], Int64Array] | None = None,
         lanes: int = 0,
         behind: int = 0,
     ) -> None:
@@ -65,10 +71,13 @@ class LookAhead:
         self._max_shards = max(1, max_shards)
         self._max_bytes = max_bytes
         self._live_shards = live_shards
+        self._member_of = member_of
         self._lanes = lanes
         self._behind = behind
         self._changed = threading.Condition()
         self._known: deque[Need] = deque()  # needs base .. base + len - 1
+        # Those before them that may be read from still: a dataset's that is read seldom stay so while many begin.
+        self._past = [deque[int](maxlen=num) for num in live_shards]
         self._base = 0
         self._exhausted = False
         self._closed = False
@@ -121,13 +130,25 @@ class LookAhead:
         return False
 
     def next_uses(self, limit: int = 4096) -> dict[int, float]:
-        """How many needs ahead of the consumer each shard is, 0 if its next batch may use it; at most `limit`."""
+        """How many needs ahead of the consumer each shard is, 0 if its next batch may use it; at most `limit` that are
+        not done."""
         with self._changed:
             self._generate_to(self._base + limit)
-            uses: dict[int, float] = {}
-            for number, need in enumerate(islice(self._known, limit), self._base):
+            begun = [need.data_shard for need in islice(self._known, max(0, self._begun - self._base))]
+            uses: dict[int, float] = dict.fromkeys(self._in_use(begun), 0.0)
+            for number, need in enumerate(islice(self._known, len(begun), limit), self._base + len(begun)):
                 uses.setdefault(need.data_shard, float(max(0, number - self._head + 1)))
             return uses
+
+    def _in_use(self, begun: list[int]) -> Iterator[int]:
+        """Of each dataset, as many as may be read from, the last ones of the past and of `begun`."""
+        members = self._members(begun)
+        for number, (past, num) in enumerate(zip(self._past, self._live_shards, strict=True)):
+            own = [*past, *(shard for shard, member in zip(begun, members, strict=True) if member == number)]
+            yield from own[max(0, len(own) - num) :]
+
+    def _members(self, data_shards: list[int]) -> list[int]:
+        return [0] * len(data_shards) if self._member_of is None else self._member_of(np.array(data_shards)).tolist()
 
     def close(self) -> None:
         """Whoever waits is told to stop."""
@@ -163,9 +184,11 @@ class LookAhead:
         self._begun = self._first_from(last + min(self._lanes, self._batch_samples), self._begun)
         self._head = self._first_from(self._consumed + self._batch_samples, self._head)
         # Forget what is done. Not all before the head: a batch across an epoch's end reads from both epochs' shards.
-        while self._base < self._begun - self._live_shards:
-            self._known.popleft()
-            self._base += 1
+        too_many = self._begun - self._base - sum(self._live_shards)
+        done = [self._known.popleft().data_shard for _ in range(too_many)]
+        self._base += len(done)
+        for data_shard, member in zip(done, self._members(done), strict=True):
+            self._past[member].append(data_shard)
 
     def _first_from(self, position: int, number: int) -> int:
         """The first need, of `number` and those after it, that begins at `position` or later."""

@@ -1,18 +1,19 @@
 """After a change of the world's size, lanes go to the nodes whose caches hold their data shards.
 
-At the same size they stay: an undisturbed run would end with other bits if a rank read other samples (promise F1), and
-the nodes keep their ranks (`core.node_sequence`), so that what they read is cached.
+At the same size they stay as they were when the state was saved: a run would end with other bits than an undisturbed
+one if a rank read other samples (promise F1). What a node holds is its own again, since nodes keep their ranks
+(`core.node_sequence`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from ray_goodput.core.lane_places import PlacedLanes, best_places
+from ray_goodput.core.lane_places import best_places, may_move
 from ray_goodput.core.order import Int64Array
 from ray_goodput.train.data_ranks import DataRanks
 from ray_goodput.train.worker import WorkerContext
@@ -23,79 +24,54 @@ logger = logging.getLogger(__name__)
 
 
 class LaneAgreement:
-    """The places of the lanes of each dataset, agreed once an attempt; the coordinator hands them on to the next.
+    """The places of each dataset's lanes in an attempt, the same on all ranks.
 
-    resumed_world: size of the world that saved what this attempt goes on from, None for a fresh run.
+    saved_world: size of the world that saved what the attempt goes on from, None for a fresh run.
+    saved_places: `record()` of then.
     """
 
-    def __init__(self, worker: WorkerContext, resumed_world: int | None) -> None:
+    def __init__(
+        self, worker: WorkerContext, saved_world: int | None, saved_places: Mapping[str, Sequence[int]]
+    ) -> None:
         self._worker = worker
-        self._resumed_world = resumed_world
-        self._agreed: dict[str, tuple[int, ...] | None] = {}
+        self._same_size = saved_world in (None, worker.world.world_size)
+        self._places: dict[str, tuple[int, ...] | None] = {}
+        if self._same_size:
+            self._places.update({name: tuple(places) for name, places in saved_places.items()})
+
+    def record(self) -> dict[str, list[int]]:
+        """Of each dataset whose lanes are not in ascending sequence; for the checkpoint."""
+        return {name: list(places) for name, places in self._places.items() if places is not None}
 
     def places(
         self, name: str, ranks: DataRanks, lanes: int, global_batch_size: int, held: Callable[[], Int64Array]
     ) -> tuple[int, ...] | None:
-        """`FeedSpec.lane_places` of dataset `name`, the same on all ranks. Collective the first time in an attempt.
+        """`FeedSpec.lane_places` of dataset `name`. Collective the first time in an attempt of another size.
 
         held: `data.held.held_bytes` of this node; asked on one rank of each. What a node cannot tell counts as nothing.
         """
-        if name not in self._agreed:
-            self._agreed[name] = (
-                None if self._worker.world.world_size == 1 else self._agree(name, ranks, lanes, global_batch_size, held)
-            )
-        return self._agreed[name]
+        if name not in self._places:
+            worked_out = not self._same_size and len(set(self._worker.node_of_rank)) > 1
+            worked_out = worked_out and may_move(lanes, global_batch_size)
+            self._places[name] = self._work_out(name, ranks, lanes, global_batch_size, held) if worked_out else None
+        return self._places[name]
 
-    def _agree(
+    def _work_out(
         self, name: str, ranks: DataRanks, lanes: int, global_batch_size: int, held: Callable[[], Int64Array]
     ) -> tuple[int, ...] | None:
-        """Rank 0 finds out and works out for all: two ranks that disagreed would repeat some samples and skip
-        others."""
+        """By rank 0 for all: two ranks that disagreed would repeat some samples and skip others."""
         world = self._worker.world
-        is_rank_0 = world.world_rank == 0
-        before = world.broadcast(self._before(name) if is_rank_0 else None)
+        nothing = np.zeros(lanes, dtype=np.int64)
+        is_first = self._worker.is_first_of_node
+        mine = _or_else(nothing, held, f"what this node's cache holds of dataset {name!r}") if is_first else None
+        of_nodes = [told for told in world.gather(mine) if told is not None]  # nodes are numbered by rank
         places: tuple[int, ...] | None = None
-        if before is None or before.world_size == world.world_size:
-            if before is not None and before.places is not None and len(before.places) == lanes:
-                places = before.places
-        elif len(set(self._worker.node_of_rank)) > 1:
-            nothing = np.zeros(lanes, dtype=np.int64)
-            is_first = self._worker.is_first_of_node
-            mine = _or_else(nothing, held, f"what this node's cache holds of dataset {name!r}") if is_first else None
-            of_nodes = [told for told in world.gather(mine) if told is not None]  # nodes are numbered by rank
-            if is_rank_0:
-                places = _or_else(
-                    None,
-                    lambda: best_places(of_nodes, global_batch_size, ranks.nodes),
-                    f"where the lanes of dataset {name!r} are best read",
-                )
-            places = world.broadcast(places)
-        if is_rank_0:
-            self._hand_on(name, PlacedLanes(world_size=world.world_size, places=places))
-        return places
-
-    def _before(self, name: str) -> PlacedLanes | None:
-        """How the attempt before read the dataset: as the coordinator knows, or by the size of its world alone."""
-        saved = self._resumed_world
-        known = _or_else(
-            None, lambda: self._worker.coordinator.placed_lanes(name), f"how dataset {name!r} was read before"
-        )
-        return known or (None if saved is None else PlacedLanes(world_size=saved, places=None))
-
-    def _hand_on(self, name: str, placed: PlacedLanes) -> None:
-        if placed.places is not None:
-            moved = sum(place != lane for lane, place in enumerate(placed.places))
-            logger.info(
-                "dataset %r: %d of %d lanes are read by other ranks, whose nodes hold them",
-                name,
-                moved,
-                len(placed.places),
-            )
-        _or_else(
-            None,
-            lambda: self._worker.coordinator.handle.lanes_placed.remote(name, placed),
-            "whether the coordinator heard of it",
-        )
+        if world.world_rank == 0:
+            what = f"where the lanes of dataset {name!r} are best read"
+            places = _or_else(None, lambda: best_places(of_nodes, global_batch_size, ranks.nodes), what)
+            if places is not None:
+                logger.info("dataset %r: its lanes go to the nodes that hold them: places %s", name, list(places))
+        return world.broadcast(places)
 
 
 def _or_else(otherwise: T, asked: Callable[[], T], what: str) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ from ray_goodput.train.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
 
+LANE_PLACES = "lane_places"
+"""The entry of a checkpoint's `extra` with the places of lanes, by dataset, where they are not ascending."""
+
 _TELL_TRIES = 3
 _TELL_PAUSE_S = 1.0
 
@@ -37,6 +40,7 @@ class Restored:
 
     near: the save that holds the state, if it lies on the nodes and is not committed.
     world_size: of the ranks that saved it, None for a fresh run.
+    lane_places: by dataset, the `LaneAgreement.record()` of then.
     """
 
     step: int
@@ -44,6 +48,7 @@ class Restored:
     cursors: Mapping[str, DataCursor]
     near: CheckpointId | None = None
     world_size: int | None = None
+    lane_places: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def restore_newest(
@@ -95,6 +100,7 @@ def restore_newest(
             cursors=cursors,
             near=loaded.record.checkpoint if isinstance(loaded.record, NearRecord) else None,
             world_size=loaded.record.world_size,
+            lane_places=loaded.record.extra.get(LANE_PLACES, {}),
         )
     if worker.world.world_rank == 0:
         _tell(worker, restored)

@@ -71,6 +71,7 @@ class Saver:
         self._in_flight: list[_InFlight] = []
         self._times = TierTimes(self._cadence, self._clock, self._world.world_size)
         self._identity: dict[str, str] = {}
+        self.extra: Mapping[str, Any] = {}  # equal on all ranks; goes into the record of every save
         self._stop_requested = threading.Event()
         self.last_step = 0  # newest step staged for storage, or resumed from a commit
         self._staged = (-1, SaveTier.NONE)  # newest step staged in this attempt, and how far it goes
@@ -147,7 +148,7 @@ class Saver:
             CheckpointId(step, self._worker.attempt),
             rank_state=capture_rng(),
             cursors=cursors,
-            extra={"rng_seed": torch.initial_seed(), **self._identity},
+            extra={"rng_seed": torch.initial_seed(), **self._identity, **self.extra},
             tier=tier,
             min_free=min_free,
         )

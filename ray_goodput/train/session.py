@@ -27,7 +27,7 @@ from ray_goodput.train.decide import decide, raise_if_too_old
 from ray_goodput.train.feed import DataFeed, evaluated, open_feed, whole_pass
 from ray_goodput.train.lanes import LaneAgreement
 from ray_goodput.train.own_time import OwnTime
-from ray_goodput.train.restorer import Restored, restore_newest
+from ray_goodput.train.restorer import LANE_PLACES, Restored, restore_newest
 from ray_goodput.train.sample_log import SampleLog
 from ray_goodput.train.saver import Saver
 from ray_goodput.train.spec import TrainSpec
@@ -147,7 +147,7 @@ class Session:
                 self._spec, self._worker, model=model, optimizer=optimizer, stateful=self._stateful, strict=strict
             )
         if not self._spec.reproducible:
-            self._lanes = LaneAgreement(self._worker, self._restored.world_size)
+            self._lanes = LaneAgreement(self._worker, self._restored.world_size, self._restored.lane_places)
         self._step = self._restored.step
         self._cursors = dict(self._restored.cursors)
         self._saver.begin(self._step, durable=self._restored.near is None)
@@ -171,8 +171,8 @@ class Session:
 
         Each global batch is one step: call `step` once for each batch, or for several to accumulate gradients over
         them; those that no step has followed come again with the next call. `None` epochs never end.
-        The iterator ends early once `should_stop` is true. All ranks call it: the first time for a dataset they agree
-        on who reads what.
+        The iterator ends early once `should_stop` is true. All ranks call it: after a change of the world's size they
+        agree on who reads what.
 
         dp_rank, dp_world: this rank's place in a data-parallel group that is not the world (tensor or pipeline
             parallel ranks share their batches). All ranks give them, or none.
@@ -196,6 +196,8 @@ class Session:
                 dp_world=dp_world,
                 lanes=self._lanes,
             )
+        if self._lanes is not None and (places := self._lanes.record()):
+            self._saver.extra = {LANE_PLACES: places}
         self._cursors[name] = feed.cursor
         if not feed.is_first:
             self._unlogged.add(name)

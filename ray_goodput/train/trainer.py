@@ -80,9 +80,9 @@ class GoodputTrainer(TorchTrainer):
     watchdog: after how long without progress a rank is hung: its stack is kept, it is killed, and the run goes on.
     mlflow: where the run shows up in MLflow, as one run whatever is restarted. A dead or slow server delays nothing.
     storage_options: for `storage_path`, in the spelling of s3fs (`key`, `secret`, `endpoint_url`, ...).
-    reproducible: deterministic kernels, no re-sorting of gradient buckets in DDP (use `run.prepare_model`), and lanes of
-        the data in one sequence whatever nodes hold, so that a run resumed at the same world size ends with
-        bit-identical weights.
+    reproducible: deterministic kernels, and no re-sorting of gradient buckets in DDP (use `run.prepare_model`), so that
+        a run resumed at the same world size ends with bit-identical weights. And what a rank reads depends on the
+        world size alone, never on what nodes have cached.
     sample_log: write the ids of the samples of every step to the run's storage (for tests and audits; it costs time).
     apply_batch_weight: scale gradients by `batch.weight` when the ranks' batches differ in size, so that their average
         is the gradient of the global batch.

@@ -13,6 +13,8 @@ import pytest
 
 from augmented import trained_on, unbroken
 from ray_goodput.cli.demo_cluster import DemoCluster
+from ray_goodput.core.commit import CommitRecord
+from ray_goodput.storage.checksum import xxh3_128_hex
 from running import Job, on_s3
 from servers import JuiceFSGateway
 from small_job import GLOBAL_BATCH, train_data, write_data
@@ -99,6 +101,9 @@ def test_after_the_loss_of_a_node_each_step_trains_on_the_same_tensors_and_only_
     _, step, tier = lost.outcome["resumes"][-1]
     assert (tier, step % 3) == ("peer", 0) and step >= 6, "nothing was committed: only peers had it"
     assert lost.outcome["checkpoint"] is not None, "the last step is"
+    newest = f"checkpoints/{max(running.commits()).folder}/COMMIT.json"
+    places = CommitRecord.from_json(lost.store.get(newest), xxh3_128_hex).extra["lane_places"]["train"]
+    assert sorted(places) == list(range(GLOBAL_BATCH)) != places, "the next attempt on two goes on with them"
     expected = unbroken(train_data(str(data), seed=3, augmented=True, mixture=False), data, epochs=3)
     assert trained_on(lost.pids, lost.outcome["resumes"]) == expected
     found = lost.audit()

@@ -341,7 +341,7 @@ def test_waiting_for_a_batch_is_measured() -> None:
 
 def test_few_open_shards_only_cost_time() -> None:
     loader = make_loader(epochs=2)
-    loader._builder._max_open = 1
+    loader._builder._open._max_open = [1]
     assert [plain(b) for b in loader] == [plain(b) for b in make_loader(epochs=2)]
 
 

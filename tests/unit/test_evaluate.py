@@ -22,6 +22,7 @@ from ray_goodput.errors import ConfigError
 from ray_goodput.train import session as session_module
 from ray_goodput.train.data_tally import DataTally
 from ray_goodput.train.feed import DataFeed
+from ray_goodput.train.restorer import Restored
 from ray_goodput.train.session import Session
 from ray_goodput.train.spec import TrainSpec
 from ray_goodput.train.world import World
@@ -71,7 +72,9 @@ class Spans:
             self.open.remove(bucket)
 
 
-def make_session(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, *, batch: int = 6) -> tuple[Any, list[Source]]:
+def make_session(
+    monkeypatch: pytest.MonkeyPatch, rank: int, world: int, *, batch: int = 6, reproducible: bool = False
+) -> tuple[Any, list[Source]]:
     """A session of one rank whose feeds read from memory, and the sources it opened."""
     sources: list[Source] = []
 
@@ -104,7 +107,8 @@ def make_session(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, *, batc
     run = RunSpec(run="r", store=StoreSpec(uri="/nowhere"), checkpoint=CheckpointConfig(), target_world=world)
     # A training option: an evaluation leaves nothing out.
     val = ShardedDataset("/data/*.parquet", global_batch_size=batch, drop_last=True)
-    return Session(TrainSpec(run=run, datasets={"val": val}), worker), sources
+    monkeypatch.setattr(session_module.reproducible, "use_deterministic_kernels", lambda: None)
+    return Session(TrainSpec(run=run, datasets={"val": val}, reproducible=reproducible), worker), sources
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 6])
@@ -149,6 +153,22 @@ def test_an_unknown_dataset_is_named_at_once(monkeypatch: pytest.MonkeyPatch) ->
     run, _ = make_session(monkeypatch, 0, 1)
     with pytest.raises(ConfigError, match=r"no dataset 'test'; GoodputTrainer\(datasets=\) has \['val'\]"):
         run.evaluate_batches("test")
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_what_ranks_read_follows_the_checkpoint_unless_the_run_is_reproducible(
+    monkeypatch: pytest.MonkeyPatch, reproducible: bool
+) -> None:
+    saved = {"val": [1, 0]}
+    run, _ = make_session(monkeypatch, 0, 2, reproducible=reproducible)
+    restored = Restored(step=0, tier="storage", cursors={}, world_size=2, lane_places=saved)
+    monkeypatch.setattr(session_module, "restore_newest", lambda *_, **__: restored)
+    monkeypatch.setattr(run, "_saver", SimpleNamespace(begin=lambda *_, **__: None, extra={}))
+    run._recorder.resumed = lambda step: None
+    run.restore()
+    next(run.batches("val"))
+    assert run._lanes is None if reproducible else run._lanes.record() == saved
+    assert run._saver.extra == ({} if reproducible else {"lane_places": saved})
 
 
 def test_between_the_batches_of_two_epochs_no_step_is_owed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ def local_source(store: Any, cache: NodeCache, *, epochs: int = 1, max_shards: i
         consumed=0,
         batch_samples=4,
         max_shards=max_shards,
-        live_shards=live_set(order, 4, (0,), 1),
+        live_shards=[live_set(order, 4, (0,), 1)],
     )
     fetcher = fetcher_of(store, cache)
     cache.rank_by(lambda: next_uses([(fetcher, ahead)]))

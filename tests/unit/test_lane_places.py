@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 
 import ray_goodput as rg
 from ray_goodput.core.batches import local_slots
-from ray_goodput.core.lane_places import best_places
+from ray_goodput.core.lane_places import best_places, may_move
+from ray_goodput.core.mixture import MixtureOrder
 from ray_goodput.core.order import Int64Array, SampleOrder
-from ray_goodput.core.placement import lane_shards
+from ray_goodput.core.placement import lane_parts
 from ray_goodput.data import held as held_module
 from ray_goodput.data.cache import NodeCache
 from ray_goodput.data.held import held_bytes
@@ -107,10 +109,26 @@ def test_lanes_that_nobody_holds_keep_their_places() -> None:
     assert places == (5, 1, 2, 3, 4, 0)
 
 
-@pytest.mark.parametrize("lanes", [5, 2048])
-def test_lanes_that_do_not_divide_the_batch_or_are_very_many_stay(lanes: int) -> None:
-    held = [np.zeros(lanes, dtype=np.int64), np.arange(lanes)[::-1].copy()]
-    assert best_places(held, 4096, [(0,), (1,)]) is None
+def test_lanes_that_do_not_divide_the_batch_or_are_very_many_stay() -> None:
+    assert may_move(64, 512) and may_move(1024, 1024) and may_move(1, 7)
+    assert not may_move(5, 512) and not may_move(2048, 2048)
+
+
+def test_a_lane_that_nobody_can_be_given_keeps_its_node() -> None:
+    """Lane 0 goes to node 1 for what that holds; lane 3, nearest to it, stays on node 1, and lane 2 comes for it."""
+    held = [np.array([0, 0, 5, 0]), np.array([5, 0, 0, 0])]
+    places = best_places(held, 4, [(0,), (1,)])
+    assert places is not None
+    assert (places[1], places[3]) == (1, 3)
+    assert (places[0], places[2]) == (2, 0)
+
+
+def test_places_are_chosen_for_nodes_that_read_what_they_have_and_not_for_ranks(tmp_path: Path) -> None:
+    """Nobody holds lane 1 of node 0, whose lane 0 leaves for place 3: whoever comes for it, lane 1 stays on node 0."""
+    held = [np.array([0, 0, 0, 9, 0, 0]), np.array([9, 0, 0, 0, 0, 0])]
+    places = best_places(held, 6, [(0,), (1,)])
+    assert places is not None
+    assert {lane for lane, place in enumerate(places) if place < 3} == {1, 2, 3}
 
 
 @settings(max_examples=150, deadline=None)
@@ -149,17 +167,33 @@ def dataset(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return rg.Mixture({"a": a, "b": b}, weights={"a": 3, "b": 1}) if request.param == "mixture" else a
 
 
-def test_the_data_shards_of_a_lane_are_those_that_its_samples_come_from(dataset: Any) -> None:
-    order = dataset.order(dataset.manifest())
+def test_the_parts_of_a_lane_are_what_its_samples_come_from(dataset: Any) -> None:
+    manifest = dataset.manifest()
+    order = dataset.order(manifest)
     n = order.num_samples
-    for start, stop in ((0, n), (n // 3, n), (n // 2, n + n // 2), (n - 5, n), (7, 7), (0, 3 * n)):
+    for start, stop in ((0, n), (n // 3, n), (n // 2, n + n // 2), (n - 5, n), (7, 7), (n, 2 * n), (3 * n + 9, 4 * n)):
         positions = np.arange(start, stop)
         for lane in range(order.lanes):
             read = set(order.locate(positions[order.lane_of(positions) == lane])[0].tolist())
-            listed = lane_shards(order, lane, start, stop)
-            assert len(listed) == len(set(listed))
-            assert read <= set(listed)  # a window counts as a whole
-            assert len(listed) <= len(read) + 2 * 2 * order.window
+            shards, rows = lane_parts(order, lane, start, stop)
+            assert len(shards) == len(set(shards.tolist())) and (rows > 0).all()
+            assert read <= set(shards.tolist())  # a window counts as a whole
+            assert len(shards) <= len(read) + 2 * 2 * order.window
+    if isinstance(order, SampleOrder):
+        parts = [lane_parts(order, lane, 0, n) for lane in range(order.lanes)]
+        of_lanes = np.zeros(order.num_shards, dtype=np.int64)
+        for shards, rows in parts:
+            of_lanes[shards] += rows
+        assert of_lanes.tolist() == manifest.rows.tolist(), "each row is one lane's"
+
+
+def test_what_a_lane_reads_in_any_number_of_epochs_costs_no_more_than_a_pass() -> None:
+    small, large = (SampleOrder([rows] * 8, seed=0, lanes=4, window=2) for rows in (10, 1_000_000_000))
+    order = MixtureOrder({"small": small, "large": large}, [500, 500], seed=0)
+    began = time.process_time()
+    shards, _ = lane_parts(order, 1, 12345, 12345 + order.num_samples)
+    assert len(shards) == len(small.lane_epoch(0, 1).shards) + len(large.lane_epoch(0, 1).shards)
+    assert time.process_time() - began < 1.0, "it walked through the passes of the small one, 200 million"
 
 
 def test_a_cache_tells_what_it_holds_of_what_each_lane_still_reads(dataset: Any, tmp_path: Path) -> None:
@@ -171,30 +205,51 @@ def test_a_cache_tells_what_it_holds_of_what_each_lane_still_reads(dataset: Any,
     def held(start: int, epochs: int | None) -> list[int]:
         return held_bytes(order, manifest, fetcher, start, epochs).tolist()
 
+    def own_bytes(start: int, stop: int, of: set[int]) -> int:
+        parts = zip(*lane_parts(order, 2, start, stop), strict=True)
+        return sum(int(manifest.sizes[s] * num // manifest.rows[s]) for s, num in parts if s in of)
+
     assert held(0, None) == [0] * 4
-    for shard in lane_shards(order, 2, 0, n // 2):
+    first_half = set(lane_parts(order, 2, 0, n // 2)[0].tolist())
+    for shard in first_half:
         fetcher.ensure(shard)
-    first_half = set(lane_shards(order, 2, 0, n // 2))
-    assert held(0, None)[2] == sum(int(manifest.sizes[shard]) for shard in first_half)
-    assert held(0, None)[2] > held(0, None)[0]
-    still_read = first_half & set(lane_shards(order, 2, 3 * n // 4, n))
-    assert held(3 * n // 4, 1)[2] == sum(int(manifest.sizes[shard]) for shard in still_read)
+    assert held(0, None)[2] == own_bytes(0, n, first_half) > held(0, None)[0]
+    assert held(3 * n // 4, 1)[2] == own_bytes(3 * n // 4, n, first_half)
     assert held(3 * n // 4, None)[2] > held(3 * n // 4, 1)[2], "the next epoch reads them again"
     assert held(n, 1) == [0] * 4
+
+
+def test_a_data_shard_wider_than_a_lane_counts_by_the_rows_of_each(tmp_path: Path) -> None:
+    """Of two that a node holds, which takes which half of the lanes is decided by bytes that need not come again."""
+    wide, narrow = 90, 30
+    for name, rows in (("wide", wide), ("narrow", narrow)):
+        pq.write_table(pa.table({"x": np.arange(rows)}), tmp_path / f"{name}.parquet")
+    dataset = rg.ShardedDataset(str(tmp_path / "*.parquet"), global_batch_size=4, lanes=4)
+    manifest = dataset.manifest()
+    order = dataset.order(manifest)
+    fetcher = dataset.fetch_spec(manifest).fetcher(NodeCache(tmp_path / "cache").open(), manifest)
+    for shard in range(2):
+        fetcher.ensure(shard)
+    held = held_bytes(order, manifest, fetcher, 0, None)
+    assert held.sum() == pytest.approx(manifest.sizes.sum(), abs=4)
+    by_rows = [int(manifest.sizes[lane_parts(order, lane, 0, 120)[0][0]]) * 30 for lane in range(4)]
+    assert held.tolist() == [size // (90 if size == manifest.sizes[1] * 30 else 30) for size in by_rows]
 
 
 def test_of_many_data_shards_a_sample_is_looked_for(
     dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_module, "_MAX_NAMES", 8)
     manifest = dataset.manifest()
     order, spec = dataset.order(manifest), dataset.fetch_spec(manifest)
     fetcher = spec.fetcher(NodeCache(tmp_path / "cache").open(), manifest)
     for shard in range(manifest.num_shards):
         fetcher.ensure(shard)
-    every = manifest.num_shards // 8
-    expected = [
-        sum(int(manifest.sizes[shard]) for shard in lane_shards(order, lane, 0, order.num_samples)[::every])
-        for lane in range(4)
-    ]
-    assert held_bytes(order, manifest, fetcher, 0, None).tolist() == expected
+    whole = held_bytes(order, manifest, fetcher, 0, None)
+    asked: list[int] = []
+    name = fetcher.name
+    monkeypatch.setattr(fetcher, "name", lambda shard: (asked.append(shard), name(shard))[1])
+    monkeypatch.setattr(held_module, "_MAX_NAMES", manifest.num_shards // 2)
+    sampled = held_bytes(order, manifest, fetcher, 0, None)
+    num_parts = sum(len(lane_parts(order, lane, 0, order.num_samples)[0]) for lane in range(4))
+    assert len(asked) <= num_parts // 2 + 4
+    assert (sampled > whole * 0.5).all() and (sampled < whole * 1.6).all()

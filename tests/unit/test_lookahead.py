@@ -71,7 +71,7 @@ def test_an_endless_sequence_is_generated_only_as_far_as_asked() -> None:
 
 
 def test_what_may_be_in_use_ranks_nearest_and_each_shard_by_its_next_need() -> None:
-    ahead = look([Need(0, 5), Need(10, 6), Need(20, 7), Need(30, 5), Need(40, 8)], live_shards=1)
+    ahead = look([Need(0, 5), Need(10, 6), Need(20, 7), Need(30, 5), Need(40, 8)], live_shards=[1])
     assert ahead.next_uses() == {5: 0.0, 6: 1.0, 7: 2.0, 8: 4.0}
     ahead.advance(20)
     assert ahead.next_uses() == {6: 0.0, 7: 0.0, 5: 1.0, 8: 2.0}
@@ -83,7 +83,7 @@ def test_what_may_be_in_use_ranks_nearest_and_each_shard_by_its_next_need() -> N
 def test_a_batch_across_the_end_of_an_epoch_uses_the_shards_of_both() -> None:
     """Two lanes end within one batch; what the first rows of it come from is not needed again for a long time."""
     epoch = [(0, 5), (1, 6), (40, 7), (41, 8)]
-    ahead = look([Need(start + position, shard) for start in (0, 80) for position, shard in epoch], live_shards=2)
+    ahead = look([Need(start + position, shard) for start in (0, 80) for position, shard in epoch], live_shards=[2])
     ahead.advance(75)  # the next batch: the last 5 samples, of 7 and 8, and the first of the next epoch, of 5 and 6
     assert ahead.next_uses() == {7: 0.0, 8: 0.0, 5: 0.0, 6: 0.0}
     assert ahead.head == 6
@@ -93,16 +93,16 @@ def test_a_batch_across_the_end_of_an_epoch_uses_the_shards_of_both() -> None:
 
 
 def test_where_windows_end_with_a_batch_nothing_of_them_is_kept() -> None:
-    ahead = look([Need(0, 5), Need(1, 6), Need(40, 7), Need(41, 8), Need(80, 5)], live_shards=2, lanes=2)
+    ahead = look([Need(0, 5), Need(1, 6), Need(40, 7), Need(41, 8), Need(80, 5)], live_shards=[2], lanes=2)
     ahead.advance(40)
     assert ahead.next_uses() == {7: 0.0, 8: 0.0, 5: 1.0}
     ahead.advance(35)  # ignored
-    across = look([Need(0, 5), Need(1, 6), Need(40, 7), Need(41, 8)], live_shards=2, lanes=2, consumed=35)
+    across = look([Need(0, 5), Need(1, 6), Need(40, 7), Need(41, 8)], live_shards=[2], lanes=2, consumed=35)
     assert across.next_uses() == {5: 0.0, 6: 0.0, 7: 0.0, 8: 0.0}
 
 
 def test_what_a_slower_rank_of_the_node_may_still_open_is_kept() -> None:
-    ahead = look([Need(0, 5), Need(1, 6), Need(40, 7), Need(41, 8), Need(80, 5)], live_shards=2, lanes=2, behind=30)
+    ahead = look([Need(0, 5), Need(1, 6), Need(40, 7), Need(41, 8), Need(80, 5)], live_shards=[2], lanes=2, behind=30)
     ahead.advance(40)  # the fastest
     assert ahead.next_uses() == {5: 0.0, 6: 0.0, 7: 0.0, 8: 0.0}
     ahead.advance(70)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import pytest
 import ray_goodput as rg
 from ray_goodput.actors.shard_cache import ShardCache
 from ray_goodput.config import StoreSpec
+from ray_goodput.core.placement import shard_visits
 from ray_goodput.data.cache import NodeCache
 from ray_goodput.data.feed import FeedSpec
+from ray_goodput.data.mixture_feed import MixtureFetcher
 from ray_goodput.data.mixture_manifest import MixtureManifest, read_manifest
 from ray_goodput.errors import ConfigError, DataError, DatasetMismatchError, ObjectChangedError
 from ray_goodput.storage import open_store
@@ -216,3 +219,41 @@ def test_senseless_mixtures_are_refused_when_they_are_made(
     }
     with pytest.raises(ConfigError, match=message):
         rg.Mixture(made, weights=weights)
+
+
+@pytest.mark.parametrize("weights", [{"web": 60, "code": 1}, {"web": 1, "code": 40}, {"web": 1, "code": 1}])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_data_shard_is_fetched_once_a_pass_however_seldom_its_dataset_is_read_from_a_cache_that_holds_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: dict[str, int], rank: int
+) -> None:
+    """D2 for each dataset of a mixture, by its own passes: 40 data shards, of which the cache holds half."""
+    for name, num in (("web", 32), ("code", 8)):
+        (tmp_path / name).mkdir()
+        for i in range(num):
+            pq.write_table(pa.table({"id": np.arange(32) + 1000 * i}), tmp_path / name / f"{i:02d}.parquet")
+    same: dict[str, Any] = {"global_batch_size": 8, "lanes": 4, "window": 2}
+    probe = rg.ShardedDataset(str(tmp_path / "web"), **same)
+    with probe.loader(cache_dir=tmp_path / "probe") as loader:
+        list(loader)
+    limit = 20 * (NodeCache(tmp_path / "probe").usage_bytes() // 32 + 1)
+    web, code = (rg.ShardedDataset(str(tmp_path / name), cache_limit_bytes=limit, **same) for name in ("web", "code"))
+    mixed = rg.Mixture({"web": web, "code": code}, weights=weights)
+    loaded: Counter[int] = Counter()
+    load = MixtureFetcher.table
+
+    def counted(self: MixtureFetcher, data_shard: int) -> pa.Table:
+        loaded[data_shard] += 1
+        return load(self, data_shard)
+
+    monkeypatch.setattr(MixtureFetcher, "table", counted)
+    manifest = mixed.manifest()
+    order = mixed.order(manifest)
+    with mixed.loader(cache_dir=tmp_path / "cache", epochs=3, dp_rank=rank, dp_world=2, manifest=manifest) as loader:
+        read = np.concatenate([batch.sample_ids.numpy() for batch in loader])
+        fetched = loader.counts().misses
+    passes = Counter(read.tolist())
+    visits = {visit[1:] for visit in shard_visits(order, 0, 3 * order.num_samples, 8, [rank], 2)}
+    opens = Counter(shard for _, shard in visits)
+    assert passes
+    assert not {shard: num for shard, num in loaded.items() if num > opens[shard]}, "opened more than once a pass"
+    assert fetched <= len(visits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,12 +106,12 @@ class Spec:
         key = "key"
 
 
-def save(root: Path, step: int) -> CommitRecord:
+def save(root: Path, step: int, extra: Mapping[str, Any] | None = None) -> CommitRecord:
     counter = Counter()
     counter.value = step
     tree = collect_state(model=nn.Linear(3, 4), stateful={"counter": counter})
     plan = Planner(world_rank=0, world_size=1).plan_for(tree)
-    staged = Stager(plan, root / "slots").stage(tree, CheckpointId(step, 1), rank_state=capture_rng())
+    staged = Stager(plan, root / "slots").stage(tree, CheckpointId(step, 1), rank_state=capture_rng(), extra=extra)
     assert staged is not None
     folder = root / "run" / "checkpoints" / staged.checkpoint.folder
     return commit(folder, [staged], put_slice(folder, staged))
@@ -233,3 +234,12 @@ def test_checkpoints_that_are_all_damaged_end_the_run_on_every_rank(tmp_path: Pa
     assert [type(error) for error in told] == [CorruptCheckpointError] * WORLD
     with pytest.raises(CorruptCheckpointError, match="All 1 checkpoint"):
         raise told[0]
+
+
+def test_a_restore_says_in_what_world_and_with_which_places_of_lanes_the_state_was_saved(tmp_path: Path) -> None:
+    outcomes, _ = restore(tmp_path, [save(tmp_path, 5, {"lane_places": {"train": [1, 0]}})], {})
+    assert [(restored.world_size, restored.lane_places) for restored in outcomes] == [(1, {"train": [1, 0]})] * WORLD
+    plain, _ = restore(tmp_path / "plain", [save(tmp_path / "plain", 5)], {})
+    assert [(restored.world_size, restored.lane_places) for restored in plain] == [(1, {})] * WORLD
+    fresh, _ = restore(tmp_path / "fresh", [], {})
+    assert [(restored.world_size, restored.lane_places) for restored in fresh] == [(None, {})] * WORLD
