@@ -27,7 +27,7 @@ from ray_goodput.storage.faults import FaultyStore
 from ray_goodput.storage.local import LocalStore
 from ray_goodput.storage.protocol import ObjectStore
 from ray_goodput.train import restorer
-from ray_goodput.train.restorer import restore_newest
+from ray_goodput.train.restorer import Restored, restore_newest
 from thread_ranks import ThreadRanks, in_ranks
 
 WORLD = 2
@@ -65,6 +65,7 @@ class Coordinator:
         self.bad: list[str] = []
         self.workers: dict[int, Any] = {}
         self.failures: list[Exception] = []
+        self.restored: dict[int, Restored] = {}  # by rank; noted by `restore` below
         self.at: int | None = None
 
     def resume_point(self, attempt: int) -> CommitRecord | None:
@@ -162,6 +163,7 @@ def restore(
         restored = restore_newest(
             spec, worker, model=nn.Linear(3, 4), optimizer=None, stateful={"counter": counter}, strict=True
         )
+        coordinator.restored[ranks.world_rank] = restored
         return counter.value, restored.step
 
     return in_ranks(WORLD, rank), coordinator
@@ -236,10 +238,13 @@ def test_checkpoints_that_are_all_damaged_end_the_run_on_every_rank(tmp_path: Pa
         raise told[0]
 
 
-def test_a_restore_says_in_what_world_and_with_which_places_of_lanes_the_state_was_saved(tmp_path: Path) -> None:
-    outcomes, _ = restore(tmp_path, [save(tmp_path, 5, {"lane_places": {"train": [1, 0]}})], {})
-    assert [(restored.world_size, restored.lane_places) for restored in outcomes] == [(1, {"train": [1, 0]})] * WORLD
-    plain, _ = restore(tmp_path / "plain", [save(tmp_path / "plain", 5)], {})
-    assert [(restored.world_size, restored.lane_places) for restored in plain] == [(1, {})] * WORLD
-    fresh, _ = restore(tmp_path / "fresh", [], {})
-    assert [(restored.world_size, restored.lane_places) for restored in fresh] == [(None, {})] * WORLD
+@pytest.mark.parametrize(
+    ("extra", "world", "places"),
+    [({"lane_places": {"train": [1, 0]}}, 1, {"train": [1, 0]}), ({}, 1, {}), (None, None, {})],
+)
+def test_a_restore_says_in_what_world_and_with_which_places_of_lanes_the_state_was_saved(
+    tmp_path: Path, extra: Mapping[str, Any] | None, world: int | None, places: Mapping[str, Any]
+) -> None:
+    _, coordinator = restore(tmp_path, [] if extra is None else [save(tmp_path, 5, extra)], {})
+    found = [(restored.world_size, restored.lane_places) for restored in coordinator.restored.values()]
+    assert found == [(world, places)] * WORLD
