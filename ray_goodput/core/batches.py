@@ -1,9 +1,8 @@
 """Which stream indices make up a global batch, and which of them a rank takes. Pure arithmetic.
 
 A batch is a set of stream indices that depends on the position it starts at and on nothing else: not on the world
-size, and not on how often the run was restarted. Ranks take nearly equal runs of its slots, which are sorted by the
-*places* of their lanes: a permutation of the lanes, equal on all ranks, that says which rank reads which lane
-(`core.lane_places`), and nothing else. None is the identity.
+size, and not on how often the run was restarted. Ranks take nearly equal runs of its slots, sorted by the places of
+their lanes (`LanePlaces`).
 """
 
 from __future__ import annotations
@@ -17,6 +16,9 @@ from ray_goodput.core.order import Int64Array, StreamOrder
 from ray_goodput.errors import ConfigError
 
 LanePlaces = Sequence[int] | Int64Array
+"""A permutation, equal on all ranks: `places[lane]` is the lane's place. A batch's slots are sorted by it, and rank 0
+takes the first run: so it says which rank reads which lane (`core.lane_places`). None: each lane has its own number as
+its place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,8 @@ class CommitRecord:
 
     cursors: dataset name -> `DataCursor.to_dict()`.
     objects: every object of the folder but the record itself, sorted by name.
+    extra: more that is equal on all ranks: `rng_seed`; `run_id` and `life`, whose slices they are; `lane_places` of
+        datasets whose lanes are not in ascending sequence.
     """
 
     VERSION: ClassVar[int] = 1

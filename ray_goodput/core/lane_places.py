@@ -42,7 +42,7 @@ def best_places(
     nodes_of_ranks: of each data-parallel rank, the nodes on which it is read; several if tensor or pipeline parallel
         ranks share its batches.
 
-    Among equals, lanes keep their own place, and else their own nodes. The lanes `may_move`.
+    Among equals, as many lanes as possible keep their place. The lanes `may_move`.
     """
     lanes = len(held[0])
     readers = readers_of_places(lanes, global_batch_size, len(nodes_of_ranks))
@@ -54,9 +54,8 @@ def best_places(
     as_it_is = int(gains[group_of_place, ascending].sum())
     if as_it_is == int(gains.max(axis=0).sum()):
         return None
-    worth = gains[group_of_place].astype(np.float64) * (3 * lanes + 1)  # by place and lane; ties weigh less than a byte
-    worth[group_of_place[:, None] == group_of_place] += 1
-    worth[ascending, ascending] += 2
+    worth = gains[group_of_place].astype(np.float64) * (lanes + 1)  # by place and lane; ties weigh less than a byte
+    worth[ascending, ascending] += 1
     _, lane_at = _solver()(worth, maximize=True)
     if int(gains[group_of_place, lane_at].sum()) == as_it_is:
         return None

@@ -235,10 +235,10 @@ class BatchBuilder:
         """Each column's values in slot order."""
         by_shard = np.argsort(data_shards, kind="stable")
         shards, sorted_rows = data_shards[by_shard], rows[by_shard]
-        ends = np.append(np.flatnonzero(np.diff(shards)) + 1, len(shards))
-        last_used = np.argsort(slots[by_shard[ends - 1]])  # the data shard that comes last in the stream is opened last
-        columns = {number: self._shard(int(shards[ends[number] - 1])) for number in last_used.tolist()}
-        bounds = [0, *ends.tolist()]
+        starts = np.append(0, np.flatnonzero(np.diff(shards)) + 1)
+        last_used = np.argsort(np.maximum.reduceat(slots[by_shard], starts))  # what comes last in the stream, last
+        columns = {number: self._shard(int(shards[starts[number]])) for number in last_used.tolist()}
+        bounds = [*starts.tolist(), len(shards)]
         segments = [_Segment(columns[i], sorted_rows[a:b], a, b) for i, (a, b) in enumerate(pairwise(bounds))]
         back = np.empty_like(by_shard)
         back[by_shard] = np.arange(len(by_shard))

@@ -15,7 +15,8 @@ class OpenShards:
     """Of each dataset of a mixture, the data shards used last. For one thread.
 
     max_open: for each dataset, what is held after a batch: its live set and a window, so that each of its data shards
-        is opened once an epoch. One limit for all would close those of a dataset that is read seldom.
+        is opened once a pass (one that a lane's end cuts, once for each of both lanes). One limit for all would close
+        those of a dataset that is read seldom.
     member_of: the number of the dataset of each data shard; None: there is one.
     """
 

@@ -21,7 +21,7 @@ from ray_goodput.actors.factories import start_vault
 from ray_goodput.actors.names import NAMESPACE, coordinator_name, shard_cache_name, vault_name
 from ray_goodput.actors.shard_cache import shard_cache_actor
 from ray_goodput.actors.spec import RunSpec
-from ray_goodput.core.node_sequence import merged
+from ray_goodput.core.node_sequence import NodeSequence
 from ray_goodput.core.run_state import WorkerInfo
 from ray_goodput.train import sigterm
 from ray_goodput.train.actor_watch import ActorWatch
@@ -80,13 +80,13 @@ class GoodputCallback(WorkerGroupCallback, ControllerCallback):
         self._train_run_id = ""
         self._tell_at_mono_s = 0.0
         self._infos: tuple[WorkerInfo, ...] = ()
-        self._nodes: Sequence[str] = ()  # of all groups so far, by the ranks they had
+        self._nodes = NodeSequence()
         self._watch: ActorWatch | None = None  # made in the controller's process: it has a thread
         self._drains: DrainWatch | None = None
 
     @_never_raises
     def after_controller_start(self, train_run_context: Any) -> None:
-        order_nodes(lambda nodes: merged(self._nodes, nodes))
+        order_nodes(self._nodes.of)
         self._train_run_id = train_run_id(train_run_context)
         self._tell_train_run()
         self._drains = DrainWatch(draining_nodes, lambda nodes: self._coordinator().nodes_draining.remote(nodes))
@@ -107,7 +107,7 @@ class GoodputCallback(WorkerGroupCallback, ControllerCallback):
     @_never_raises
     def before_init_train_context(self, workers: Sequence[Any]) -> dict[str, list[Any]]:
         infos = worker_infos(workers)
-        self._nodes = merged(self._nodes, list(dict.fromkeys(info.node_id for info in infos)))
+        self._nodes.note(list(dict.fromkeys(info.node_id for info in infos)))
         for node_id in sorted({info.node_id for info in infos}):
             found = [start_vault(self._spec, node_id), shard_cache_actor(self._spec.key, node_id)]
             kept = self._node_actors.get(node_id, found)

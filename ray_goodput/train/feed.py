@@ -65,7 +65,8 @@ def open_feed(
 
     dp_rank, dp_world: of a data-parallel group other than the world; collective then, given by all ranks.
 
-    lanes: says which rank reads which; None: in ascending sequence. Collective then, the first time for a dataset.
+    lanes: says which rank reads which; collective the first time for a dataset in an attempt of another size. None:
+        they are in ascending sequence.
 
     Raises:
         ConfigError: the ranks do not make one data-parallel group, or it is larger than a batch.

@@ -15,8 +15,12 @@ import numpy as np
 
 from ray_goodput.core.lane_places import best_places, may_move
 from ray_goodput.core.order import Int64Array
+from ray_goodput.errors import SessionError
 from ray_goodput.train.data_ranks import DataRanks
 from ray_goodput.train.worker import WorkerContext
+
+LANE_PLACES = "lane_places"
+"""The key of `LaneAgreement.record()` in the `extra` of a commit record."""
 
 T = TypeVar("T")
 
@@ -40,7 +44,7 @@ class LaneAgreement:
             self._places.update({name: tuple(places) for name, places in saved_places.items()})
 
     def record(self) -> dict[str, list[int]]:
-        """Of each dataset whose lanes are not in ascending sequence; for the checkpoint."""
+        """The places by dataset, for the checkpoint; of a dataset in ascending sequence there are none."""
         return {name: list(places) for name, places in self._places.items() if places is not None}
 
     def places(
@@ -49,6 +53,9 @@ class LaneAgreement:
         """`FeedSpec.lane_places` of dataset `name`. Collective the first time in an attempt of another size.
 
         held: `data.held.held_bytes` of this node; asked on one rank of each. What a node cannot tell counts as nothing.
+
+        Raises:
+            SessionError: the ranks ask for different datasets; on all of them.
         """
         if name not in self._places:
             worked_out = not self._same_size and len(set(self._worker.node_of_rank)) > 1
@@ -64,7 +71,14 @@ class LaneAgreement:
         nothing = np.zeros(lanes, dtype=np.int64)
         is_first = self._worker.is_first_of_node
         mine = _or_else(nothing, held, f"what this node's cache holds of dataset {name!r}") if is_first else None
-        of_nodes = [told for told in world.gather(mine) if told is not None]  # nodes are numbered by rank
+        told = world.gather((name, mine))
+        names = {asked_for for asked_for, _ in told}
+        if len(names) > 1:  # whose places would go to whose lanes
+            raise SessionError(
+                f"run.batches: at the same moment the ranks ask for {sorted(names)}: open the datasets in the same order "
+                "on every rank (not in that of a set)."
+            )
+        of_nodes = [held for _, held in told if held is not None]  # nodes are numbered by their lowest rank
         places: tuple[int, ...] | None = None
         if world.world_rank == 0:
             what = f"where the lanes of dataset {name!r} are best read"

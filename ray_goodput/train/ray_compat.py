@@ -149,7 +149,8 @@ def order_nodes(sequence: Callable[[Sequence[str]], Sequence[str]]) -> None:
         by_node = _rays_sequence(workers, _first_id)
         try:
             places = {
-                node: place for place, node in enumerate(sequence(list({w.metadata.node_id: 0 for w in by_node})))
+                node: place
+                for place, node in enumerate(sequence(list(dict.fromkeys(w.metadata.node_id for w in by_node))))
             }
             return sorted(by_node, key=lambda worker: places[worker.metadata.node_id])
         except Exception:  # a run goes on whatever its ranks are called

@@ -21,14 +21,12 @@ from ray_goodput.core.cursor import DataCursor
 from ray_goodput.core.near_copies import NearRecord
 from ray_goodput.core.run_state import AttemptStart
 from ray_goodput.gates import gate
+from ray_goodput.train.lanes import LANE_PLACES
 from ray_goodput.train.peers import RemotePeers, hold_leftovers
 from ray_goodput.train.spec import TrainSpec
 from ray_goodput.train.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
-
-LANE_PLACES = "lane_places"
-"""The entry of a checkpoint's `extra` with the places of lanes, by dataset, where they are not ascending."""
 
 _TELL_TRIES = 3
 _TELL_PAUSE_S = 1.0

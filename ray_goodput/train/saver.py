@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ray_goodput.core.tier_cadence import TierCadence
 from ray_goodput.core.tiers import SaveTier
 from ray_goodput.errors import FencedError, StorageError
 from ray_goodput.train.decide import EndWait
+from ray_goodput.train.lanes import LANE_PLACES
 from ray_goodput.train.tier_times import TierTimes
 from ray_goodput.train.worker import WorkerContext
 
@@ -71,7 +72,6 @@ class Saver:
         self._in_flight: list[_InFlight] = []
         self._times = TierTimes(self._cadence, self._clock, self._world.world_size)
         self._identity: dict[str, str] = {}
-        self.extra: Mapping[str, Any] = {}  # equal on all ranks; goes into the record of every save
         self._stop_requested = threading.Event()
         self.last_step = 0  # newest step staged for storage, or resumed from a commit
         self._staged = (-1, SaveTier.NONE)  # newest step staged in this attempt, and how far it goes
@@ -115,6 +115,7 @@ class Saver:
         optimizer: Any,
         stateful: Mapping[str, Any],
         cursors: Mapping[str, Mapping[str, Any]],
+        lane_places: Mapping[str, Sequence[int]] | None = None,
         must: bool,
         tier: SaveTier = SaveTier.STORAGE,
     ) -> bool:
@@ -123,6 +124,7 @@ class Saver:
 
         On a CPU the vault has it when this returns, on a device once `settle` or the next optimizer step was called.
 
+        lane_places: `LaneAgreement.record()`.
         must: wait for a slot, whatever the configuration says; but not beyond `max_durable_age`, if the run is to stop
             then: what holds the slots waits for the storage.
 
@@ -148,7 +150,11 @@ class Saver:
             CheckpointId(step, self._worker.attempt),
             rank_state=capture_rng(),
             cursors=cursors,
-            extra={"rng_seed": torch.initial_seed(), **self._identity, **self.extra},
+            extra={
+                "rng_seed": torch.initial_seed(),
+                **self._identity,
+                **({LANE_PLACES: lane_places} if lane_places else {}),
+            },
             tier=tier,
             min_free=min_free,
         )
@@ -156,7 +162,7 @@ class Saver:
             self._note_skipped(step, tier)
             self._times.begun(tier, step, None)
             if tier is SaveTier.STORAGE and self._cadence.near:  # it is slow or away: the nodes at least
-                nearer = {"must": False, "tier": SaveTier.PEER, "cursors": cursors}
+                nearer = {"must": False, "tier": SaveTier.PEER, "cursors": cursors, "lane_places": lane_places}
                 self.save(step=step, model=model, optimizer=optimizer, stateful=stateful, **nearer)
             return False
         self._copies.take(pending, optimizer)

@@ -27,7 +27,7 @@ from ray_goodput.train.decide import decide, raise_if_too_old
 from ray_goodput.train.feed import DataFeed, evaluated, open_feed, whole_pass
 from ray_goodput.train.lanes import LaneAgreement
 from ray_goodput.train.own_time import OwnTime
-from ray_goodput.train.restorer import LANE_PLACES, Restored, restore_newest
+from ray_goodput.train.restorer import Restored, restore_newest
 from ray_goodput.train.sample_log import SampleLog
 from ray_goodput.train.saver import Saver
 from ray_goodput.train.spec import TrainSpec
@@ -196,8 +196,6 @@ class Session:
                 dp_world=dp_world,
                 lanes=self._lanes,
             )
-        if self._lanes is not None and (places := self._lanes.record()):
-            self._saver.extra = {LANE_PLACES: places}
         self._cursors[name] = feed.cursor
         if not feed.is_first:
             self._unlogged.add(name)
@@ -399,6 +397,7 @@ class Session:
                 optimizer=self._optimizer,
                 stateful=self._stateful,
                 cursors={name: cursor.to_dict() for name, cursor in self._cursors.items()},
+                lane_places=None if self._lanes is None else self._lanes.record(),
                 must=must,
                 tier=tier,
             )

@@ -47,7 +47,7 @@ _ACTOR_WAIT_S = 60.0
 class WorkerContext:
     """Made by `open_worker`; `close` ends the journal. `orders` is what was said from outside.
 
-    node_of_rank: of each rank, the number of its node; nodes are numbered as they come.
+    node_of_rank: of each rank, the number of its node; nodes are numbered by their lowest rank.
     """
 
     world: World

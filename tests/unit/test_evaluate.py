@@ -34,6 +34,7 @@ class Source:
     def __init__(self) -> None:
         self.num_closed = 0
         self.positions: list[int] = []
+        self.lanes: Any = None  # what the feed was opened with
 
     def counts(self) -> DataCounts:
         return DataCounts()
@@ -80,6 +81,7 @@ def make_session(
 
     def open_feed(spec: Any, worker: Any, name: str, dataset: ShardedDataset, cursor: Any, **options: Any) -> DataFeed:
         sources.append(Source())
+        sources[-1].lanes = options.get("lanes")
         start = cursor or DataCursor(0, "m", "o")
         loader = BatchLoader(
             order=SampleOrder(ROWS, seed=dataset.seed, lanes=2, window=2),
@@ -156,19 +158,27 @@ def test_an_unknown_dataset_is_named_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
-def test_what_ranks_read_follows_the_checkpoint_unless_the_run_is_reproducible(
+def test_ranks_read_as_the_checkpoint_says_and_the_next_one_says_so_too_unless_the_run_is_reproducible(
     monkeypatch: pytest.MonkeyPatch, reproducible: bool
 ) -> None:
+    """Also a save before the first batch. Evaluations are in ascending sequence."""
     saved = {"val": [1, 0]}
-    run, _ = make_session(monkeypatch, 0, 2, reproducible=reproducible)
+    run, sources = make_session(monkeypatch, 0, 2, reproducible=reproducible)
     restored = Restored(step=0, tier="storage", cursors={}, world_size=2, lane_places=saved)
     monkeypatch.setattr(session_module, "restore_newest", lambda *_, **__: restored)
-    monkeypatch.setattr(run, "_saver", SimpleNamespace(begin=lambda *_, **__: None, extra={}))
+    saves: list[Any] = []
+    saver = SimpleNamespace(begin=lambda *_, **__: None, save=lambda **options: saves.append(options["lane_places"]))
+    monkeypatch.setattr(run, "_saver", saver)
     run._recorder.resumed = lambda step: None
     run.restore()
+    run.save()
     next(run.batches("val"))
-    assert run._lanes is None if reproducible else run._lanes.record() == saved
-    assert run._saver.extra == ({} if reproducible else {"lane_places": saved})
+    next(run.evaluate_batches("val"))
+    run.save()
+    assert saves == [None if reproducible else saved] * 2
+    of_batches, of_evaluation = (source.lanes for source in sources)
+    assert of_evaluation is None
+    assert of_batches is None if reproducible else of_batches.record() == saved
 
 
 def test_between_the_batches_of_two_epochs_no_step_is_owed(monkeypatch: pytest.MonkeyPatch) -> None:

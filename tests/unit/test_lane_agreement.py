@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ray_goodput.core.order import Int64Array
+from ray_goodput.errors import SessionError
 from ray_goodput.train import lanes as lanes_module
 from ray_goodput.train.data_ranks import agreed
 from ray_goodput.train.lanes import LaneAgreement
@@ -122,3 +123,17 @@ def test_if_nobody_can_work_out_the_places_lanes_are_read_in_ascending_sequence(
     monkeypatch.setattr(lanes_module, "best_places", fails)
     assert agree(6)[0] is None
     assert "where the lanes of dataset 'train' are best read: no scipy" in caplog.text
+
+
+def test_ranks_that_open_datasets_in_different_orders_are_told_so_on_all_of_them() -> None:
+    """They would hold different places of one dataset: samples repeated and skipped."""
+
+    def one(world: ThreadRanks) -> Any:
+        worker: Any = SimpleNamespace(world=world, node_of_rank=(0, 1), is_first_of_node=True)
+        ranks = agreed([(0, 2), (1, 2)], (0, 1), world.world_rank)
+        name = ("web", "code")[world.world_rank]
+        return LaneAgreement(worker, 3, {}).places(name, ranks, LANES, LANES, lambda: np.zeros(LANES, np.int64))
+
+    for error in in_ranks(2, one):
+        assert isinstance(error, SessionError)
+        assert "the ranks ask for ['code', 'web']" in str(error)

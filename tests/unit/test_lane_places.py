@@ -114,23 +114,6 @@ def test_lanes_that_do_not_divide_the_batch_or_are_very_many_stay() -> None:
     assert not may_move(5, 512) and not may_move(2048, 2048)
 
 
-def test_a_lane_that_nobody_can_be_given_keeps_its_node() -> None:
-    """Lane 0 goes to node 1 for what that holds; lane 3, nearest to it, stays on node 1, and lane 2 comes for it."""
-    held = [np.array([0, 0, 5, 0]), np.array([5, 0, 0, 0])]
-    places = best_places(held, 4, [(0,), (1,)])
-    assert places is not None
-    assert (places[1], places[3]) == (1, 3)
-    assert (places[0], places[2]) == (2, 0)
-
-
-def test_places_are_chosen_for_nodes_that_read_what_they_have_and_not_for_ranks(tmp_path: Path) -> None:
-    """Nobody holds lane 1 of node 0, whose lane 0 leaves for place 3: whoever comes for it, lane 1 stays on node 0."""
-    held = [np.array([0, 0, 0, 9, 0, 0]), np.array([9, 0, 0, 0, 0, 0])]
-    places = best_places(held, 6, [(0,), (1,)])
-    assert places is not None
-    assert {lane for lane, place in enumerate(places) if place < 3} == {1, 2, 3}
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 7), st.data())
 def test_no_other_sequence_of_lanes_finds_more_cached(

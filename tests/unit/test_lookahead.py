@@ -130,3 +130,17 @@ def test_an_empty_sequence_has_nothing_and_ends_at_once() -> None:
     assert ahead.next_uses() == {}
     ahead.advance(100)
     assert ahead.head == 0
+
+
+def test_what_a_seldom_read_dataset_of_a_mixture_has_in_use_stays_named_while_others_come_and_go() -> None:
+    """Data shards below 100 are of the first dataset, of which one is in use at a time, the others of the second."""
+    heavy = [Need(10 * i, i) for i in range(1, 60)]
+    mixed = sorted([Need(0, 100), Need(1, 101), Need(300, 102), *heavy])
+    ahead = look(mixed, live_shards=[1, 2], member_of=lambda shards: (shards >= 100).astype(int))
+    ahead.advance(280)
+    assert {s for s, use in ahead.next_uses().items() if use == 0} == {100, 101, 27, 28}
+    ahead.advance(400)
+    assert {s for s, use in ahead.next_uses().items() if use == 0} == {101, 102, 39, 40}
+    plain = look(mixed, live_shards=[3])
+    plain.advance(280)
+    assert 100 not in plain.next_uses()

@@ -251,9 +251,8 @@ def test_a_data_shard_is_fetched_once_a_pass_however_seldom_its_dataset_is_read_
     with mixed.loader(cache_dir=tmp_path / "cache", epochs=3, dp_rank=rank, dp_world=2, manifest=manifest) as loader:
         read = np.concatenate([batch.sample_ids.numpy() for batch in loader])
         fetched = loader.counts().misses
-    passes = Counter(read.tolist())
     visits = {visit[1:] for visit in shard_visits(order, 0, 3 * order.num_samples, 8, [rank], 2)}
     opens = Counter(shard for _, shard in visits)
-    assert passes
+    assert len(read) == 3 * order.num_samples // 2
     assert not {shard: num for shard, num in loaded.items() if num > opens[shard]}, "opened more than once a pass"
     assert fetched <= len(visits)

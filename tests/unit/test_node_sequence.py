@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
-from ray_goodput.core.node_sequence import merged
+from ray_goodput.core.node_sequence import NodeSequence, as_before
 from ray_goodput.train import callbacks
 from ray_goodput.train.ray_compat import order_nodes, worker_infos
 
@@ -18,21 +18,36 @@ NODES = st.lists(st.sampled_from("abcdefgh"), unique=True)
 
 
 @given(NODES, NODES)
-def test_nodes_keep_their_places_and_none_is_lost(known: list[str], now: list[str]) -> None:
-    places = merged(known, now)
-    assert len(places) == len(set(places))
-    assert set(now) <= set(places) <= set(known) | set(now)
-    assert all(places.index(node) == known.index(node) for node in known if node in now)
-    assert len(places) == max(len(known), len(known) + len(set(now) - set(known)) - len(set(known) - set(now)))
+def test_nodes_keep_their_places_among_each_other_and_none_is_lost(before: list[str], now: list[str]) -> None:
+    sequence = as_before(before, now)
+    assert sorted(sequence) == sorted(now)
+    kept = [node for node in before if node in now]
+    assert [node for node in sequence if node in before] == kept
+    if len(now) >= len(before):
+        assert all(sequence.index(node) == before.index(node) for node in kept)
 
 
-def test_a_new_node_takes_the_place_of_a_lost_one_and_one_that_comes_back_its_own() -> None:
-    assert merged(["a", "b", "c"], ["c", "d", "a"]) == ["a", "d", "c"]
-    assert merged(["a", "b", "c"], ["c", "a"]) == ["a", "b", "c"]
-    assert merged(merged(["a", "b", "c"], ["c", "a"]), ["b", "c", "a"]) == ["a", "b", "c"]
-    assert merged(merged(["a", "b", "c"], ["c", "a"]), ["d", "c", "a"]) == ["a", "d", "c"]
-    assert merged(["a", "c"], ["d", "c", "a"]) == ["a", "c", "d"]
-    assert merged([], ["b", "a"]) == ["b", "a"]
+@given(st.lists(NODES.filter(bool), min_size=2, max_size=6))
+def test_while_the_number_of_nodes_stays_a_node_that_stays_keeps_its_place(groups: list[list[str]]) -> None:
+    """Whatever groups of other numbers there were before, or between."""
+    nodes = NodeSequence()
+    last: dict[int, list[str]] = {}
+    for group in groups:
+        sequence = nodes.of(group)
+        nodes.note(sequence)
+        before = last.get(len(group), [])
+        assert all(sequence.index(node) == before.index(node) for node in before if node in group)
+        last[len(group)] = sequence
+
+
+def test_a_new_node_takes_the_place_of_the_lost_one_and_one_that_comes_back_its_own() -> None:
+    assert as_before(["a", "b", "c"], ["c", "d", "a"]) == ["a", "d", "c"]
+    assert as_before(["a", "b", "c"], ["c", "a"]) == ["a", "c"]
+    assert as_before(["a", "c"], ["d", "c", "a"]) == ["a", "c", "d"]
+    nodes = NodeSequence()
+    for group, expected in (("abcd", "abcd"), ("dca", "acd"), ("ace", "ace"), ("ecba", "abce"), ("bca", "acb")):
+        assert nodes.of(list(group)) == list(expected)
+        nodes.note(list(expected))
 
 
 @pytest.fixture
@@ -61,14 +76,14 @@ def nodes_by_rank(*placed: str) -> list[str]:
 
 def test_ray_gives_the_nodes_their_ranks_in_the_sequence_that_we_want(rays_own: Any) -> None:
     assert nodes_by_rank("b", "a", "b", "a") == ["b", "b", "a", "a"]
-    order_nodes(lambda nodes: merged(["a", "b"], nodes))
+    order_nodes(lambda nodes: as_before(["a", "b"], nodes))
     ranked = WorkerGroup._assign_worker_ranks(workers("b", "a", "b", "a"))
     assert [w.metadata.node_id for w in ranked] == ["a", "a", "b", "b"]
     contexts: list[Any] = [w.distributed_context for w in ranked]
     assert [c.world_rank for c in contexts] == [0, 1, 2, 3]
     assert [c.local_rank for c in contexts] == [0, 1, 0, 1]
     assert [c.node_rank for c in contexts] == [0, 0, 1, 1]
-    order_nodes(lambda nodes: merged(["b", "a"], nodes))
+    order_nodes(lambda nodes: as_before(["b", "a"], nodes))
     assert nodes_by_rank("a", "b") == ["b", "a"], "the last one counts"
     order_nodes(lambda nodes: [])
     assert nodes_by_rank("a", "b") == ["a", "b"], "and there is no chain of them"
