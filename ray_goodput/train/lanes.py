@@ -75,8 +75,8 @@ class LaneAgreement:
         names = {asked_for for asked_for, _ in told}
         if len(names) > 1:  # whose places would go to whose lanes
             raise SessionError(
-                f"run.batches: at the same moment the ranks ask for {sorted(names)}: open the datasets in the same order "
-                "on every rank (not in that of a set)."
+                f"run.batches: at the same moment the ranks ask for {sorted(names)}: open the datasets in the same "
+                "order on every rank (not in that of a set)."
             )
         of_nodes = [held for _, held in told if held is not None]  # nodes are numbered by their lowest rank
         places: tuple[int, ...] | None = None
