@@ -93,11 +93,15 @@ def live_set_bytes(
     dp_ranks: Sequence[int],
     dp_world: int,
     lane_places: LanePlaces | None = None,
+    *,
+    more_windows: int = 0,
 ) -> int:
-    """Upper bound of the bytes of `live_set`: that many of the largest data shards, of each member of a mixture."""
+    """Upper bound of the bytes of `live_set`, and of so many windows more: as many of the largest data shards, of each
+    member of a mixture."""
     live = live_sets(order, global_batch_size, dp_ranks, dp_world, lane_places)
     first, total = 0, 0
-    for member, num in zip(members_of(order), live, strict=True):
+    for member, num_live in zip(members_of(order), live, strict=True):
+        num = min(member.num_shards, num_live + more_windows * member.window)
         total += int(np.sort(shard_bytes[first : first + member.num_shards])[::-1][:num].sum())
         first += member.num_shards
     return total

@@ -216,6 +216,8 @@ class CacheRoom:
     def _explain(self, size_bytes: int, short: int, *, awaited: bool) -> str:
         used = sum(file.size_bytes for file in self.files())
         held = "all in use" if awaited else "open or needed sooner"
+        if self.limit_bytes is not None and size_bytes > self.limit_bytes:
+            held = "but what is to be written is larger than the whole cache"
         limit = "no limit" if self.limit_bytes is None else f"a limit of {self.limit_bytes} bytes"
         return (
             f"The cache {self.root} has no room for {size_bytes} bytes: {short} are missing. It holds {used} bytes and "

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from ray_goodput.data.mixture_manifest import AnyManifest
 
 
+# What comes ahead must not make room for itself: beside it the next batch's data shards come, and while one is fetched
+# it is there as an object, too.
+_SHARE_AHEAD = 4
 _RANKS_APART = 3  # batches: the loaders of a node's ranks build two ahead, each when it has room
 
 
@@ -109,7 +112,8 @@ class FetchSpec:
     ) -> LookAhead:
         """The shards that the ranks of `feed` will need, from `feed.start` on, with the consumer at `consumed`.
 
-        It reaches `prefetch_shards` beyond the next batch, and at most half the cache's limit in bytes of objects.
+        It reaches `prefetch_shards` beyond the next batch, and at most a quarter of the bytes that the cache's limit
+        leaves beside what the ranks hold open.
 
         Raises:
             CacheFullError: what the ranks need at once does not fit the cache.
@@ -136,8 +140,10 @@ def look_ahead(
     """See `FetchSpec.look_ahead`."""
     readers = spec.global_batch_size, feed.dp_ranks, feed.dp_world, feed.lane_places
     limit = spec.cache_limit_bytes
+    max_bytes = None
     if limit is not None:
         _check_live_set(order, manifest, spec.global_batch_size, feed, limit)
+        max_bytes = max(0, limit - _open_bytes(order, manifest, spec.global_batch_size, feed)) // _SHARE_AHEAD
     stop = None if feed.epochs is None else feed.epochs * order.num_samples
     visits = shard_visits(order, feed.start, stop, *readers)
     return LookAhead(
@@ -146,7 +152,7 @@ def look_ahead(
         consumed=feed.start if consumed is None else max(feed.start, consumed),
         batch_samples=spec.global_batch_size,
         max_shards=spec.prefetch_shards,
-        max_bytes=None if limit is None else limit // 2,
+        max_bytes=max_bytes,
         live_shards=live_sets(order, *readers),
         member_of=None if isinstance(order, SampleOrder) else order.member_of,
         lanes=order.lanes,
@@ -170,6 +176,13 @@ def next_uses(feeds: Iterable[tuple[NamedShards, LookAhead]]) -> dict[str, float
     return uses
 
 
+def _open_bytes(order: AnyOrder, manifest: AnyManifest, global_batch_size: int, feed: FeedSpec) -> int:
+    """Bytes of the objects that the loaders of these ranks hold open: the live set and a window each, of each dataset
+    of a mixture."""
+    readers = global_batch_size, feed.dp_ranks, feed.dp_world, feed.lane_places
+    return live_set_bytes(order, manifest.sizes, *readers, more_windows=len(feed.dp_ranks))
+
+
 def _check_live_set(
     order: AnyOrder, manifest: AnyManifest, global_batch_size: int, feed: FeedSpec, limit_bytes: int
 ) -> None:
@@ -178,8 +191,9 @@ def _check_live_set(
     need = live_set_bytes(order, manifest.sizes, *readers)
     if need > limit_bytes:
         num = live_set(order, *readers)
+        enough = 2 * _open_bytes(order, manifest, global_batch_size, feed)
         raise CacheFullError(
             f"The ranks of this node read from up to {num} data shards at once, {need} bytes, and the cache's limit "
-            f"is {limit_bytes} bytes: set cache_limit_bytes to at least {2 * need}, or use fewer lanes, a smaller "
-            f"window or smaller data shards."
+            f"is {limit_bytes} bytes: set cache_limit_bytes to at least {enough} (more if the objects are compressed: "
+            "the cache holds what is in them), or use fewer lanes, a smaller window or smaller data shards."
         )

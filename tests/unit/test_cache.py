@@ -237,7 +237,7 @@ def test_a_batch_that_waits_for_reservations_leaves_what_others_need_now_and_a_s
     other.start()
     assert begun.wait(10)
     began = time.monotonic()
-    with pytest.raises(CacheFullError, match="all in use"), cache.reserve(4 * size, None):
+    with pytest.raises(CacheFullError, match="larger than the whole cache"), cache.reserve(4 * size, None):
         pass
     assert time.monotonic() - began < 0.4
     with cache.reserve(size, None):

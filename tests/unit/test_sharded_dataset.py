@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_goodput.data.dataset import ShardedDataset
-from ray_goodput.errors import ConfigError, DatasetMismatchError
+from ray_goodput.data.shard_fetcher import ShardFetcher
+from ray_goodput.errors import CacheFullError, ConfigError, DatasetMismatchError
 
 
 def dataset(**changed: Any) -> ShardedDataset:
@@ -127,3 +130,38 @@ def test_the_loader_streams_a_folder_and_goes_on_at_a_cursor(tmp_path: Path) -> 
         made.loader(cursor=cursor, cache_dir=tmp_path / "cache")
     with pytest.raises(ConfigError, match="9 data-parallel ranks"):
         made.loader(dp_world=9)
+
+
+@pytest.mark.parametrize("batch", [4, 64])
+def test_in_a_cache_as_small_as_the_error_advises_each_data_shard_is_fetched_once_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """D2, for 40 data shards of which it holds 18: prefetching must not make room for itself."""
+    (tmp_path / "data").mkdir()
+    for i in range(40):
+        table = pa.table({"x": np.arange(256.0) + 256 * i})
+        pq.write_table(table, tmp_path / "data" / f"{i:02d}.parquet", compression="none", use_dictionary=False)
+
+    def limited(limit: int) -> ShardedDataset:
+        return ShardedDataset(
+            str(tmp_path / "data"), global_batch_size=batch, lanes=2, window=3, cache_limit_bytes=limit
+        )
+
+    with pytest.raises(CacheFullError) as refused:
+        limited(1).loader(cache_dir=tmp_path / "cache")
+    advised = re.search(r"cache_limit_bytes to at least (\d+)", str(refused.value))
+    assert advised is not None
+    objects = sorted(file.stat().st_size for file in (tmp_path / "data").iterdir())
+    assert int(advised[1]) == 2 * sum(objects[-9:]), "six that are live and a window"
+    loads: Counter[str] = Counter()
+    load = ShardFetcher._load
+
+    def counted(self: ShardFetcher, shard: Any, what: str | None) -> pa.Table:
+        loads[shard.key] += 1
+        return load(self, shard, what)
+
+    monkeypatch.setattr(ShardFetcher, "_load", counted)
+    with limited(int(advised[1])).loader(cache_dir=tmp_path / "cache", epochs=3) as batches:
+        assert sum(len(b.sample_ids) for b in batches) == 3 * 40 * 256
+    assert max(loads.values()) <= 3
+    assert sum(loads.values()) > 2 * 40, "the cache was no smaller than the data"
