@@ -109,7 +109,9 @@ class BatchBuilder:
         self._collate = collate
         self._dp_world = dp_world
         self._mixture = order if isinstance(order, MixtureOrder) else None
-        self._open = OpenShards(max_open, None if self._mixture is None else self._mixture.member_of)
+        firsts = (0,) if self._mixture is None else self._mixture.first_shards[:-1].tolist()
+        self._open = OpenShards(max_open, firsts)
+        self._in_stream = True
         self._last_good: Any = None  # a result of `transform`, to pad with
         self.num_skipped = 0
         self.network_s = self.disk_s = self.decode_s = 0.0
@@ -146,7 +148,9 @@ class BatchBuilder:
             slots = np.array([batch.start], dtype=np.int64)
             data_shards, rows = self._order.locate(slots)
         ids = self._order.sample_ids(data_shards, rows)
-        self._open.make_way(data_shards)
+        # Which is used last decides which is closed. One dataset's lanes change their windows in one batch, and before
+        # it any order does; those of a mixture do not.
+        self._in_stream = self._open.make_way(data_shards) or self._mixture is not None
         if self._transforms is None and self._collate is None:
             gathered = self._gather(slots, data_shards, rows)
             self._open.close_some()
@@ -205,11 +209,10 @@ class BatchBuilder:
         if self.num_skipped <= _SAID or self.num_skipped % _SAID_EVERY == 0:
             logger.warning("sample %d is left out (%d so far): %s", sample_id, self.num_skipped, skipped.reason)
 
-    def _shard(self, data_shard: int) -> ShardColumns:
-        def opened() -> ShardColumns:
-            return ShardColumns(self._opened(data_shard), self._columns, title=self._describe(data_shard))
-
-        return self._open.get(data_shard, opened)
+    def _open_shard(self, data_shard: int) -> ShardColumns:
+        columns = ShardColumns(self._opened(data_shard), self._columns, title=self._describe(data_shard))
+        self._open.add(data_shard, columns)
+        return columns
 
     def _samples(self, slots: Int64Array, data_shards: Int64Array, rows: Int64Array) -> list[Any]:
         """Each slot's row as a dict; datasets of a mixture may have columns of their own."""
@@ -235,11 +238,16 @@ class BatchBuilder:
         """Each column's values in slot order."""
         by_shard = np.argsort(data_shards, kind="stable")
         shards, sorted_rows = data_shards[by_shard], rows[by_shard]
-        starts = np.append(0, np.flatnonzero(np.diff(shards)) + 1)
-        last_used = np.argsort(np.maximum.reduceat(slots[by_shard], starts))  # what comes last in the stream, last
-        columns = {number: self._shard(int(shards[starts[number]])) for number in last_used.tolist()}
-        bounds = [*starts.tolist(), len(shards)]
-        segments = [_Segment(columns[i], sorted_rows[a:b], a, b) for i, (a, b) in enumerate(pairwise(bounds))]
+        bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
+        uses: Sequence[int] = range(len(bounds) - 1)
+        if self._in_stream:  # what comes last in the stream is used last
+            uses = np.argsort(np.maximum.reduceat(slots[by_shard], bounds[:-1])).tolist()
+        firsts, get = shards[bounds[:-1]].tolist(), self._open.get
+        columns = {shard: get(shard) or self._open_shard(shard) for shard in map(firsts.__getitem__, uses)}
+        segments = [
+            _Segment(columns[shard], sorted_rows[a:b], a, b)
+            for shard, (a, b) in zip(firsts, pairwise(bounds), strict=True)
+        ]
         back = np.empty_like(by_shard)
         back[by_shard] = np.arange(len(by_shard))
         return {name: _take(name, segments, back) for name in segments[0].columns.names}
