@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # What comes ahead must not make room for itself: beside it the next batch's data shards come, and while one is fetched
 # it is there as an object, too.
 _SHARE_AHEAD = 4
+_MAX_FETCHES = 4  # at a time, by `LocalShardSource`; the actor's pool has fewer
 _RANKS_APART = 3  # batches: the loaders of a node's ranks build two ahead, each when it has room
 
 
@@ -191,7 +192,8 @@ def _check_live_set(
     need = live_set_bytes(order, manifest.sizes, *readers)
     if need > limit_bytes:
         num = live_set(order, *readers)
-        enough = 2 * _open_bytes(order, manifest, global_batch_size, feed)
+        in_flight = 2 * _MAX_FETCHES * int(manifest.sizes.max())  # as objects, and as files
+        enough = 2 * _open_bytes(order, manifest, global_batch_size, feed) + in_flight
         raise CacheFullError(
             f"The ranks of this node read from up to {num} data shards at once, {need} bytes, and the cache's limit "
             f"is {limit_bytes} bytes: set cache_limit_bytes to at least {enough} (more if the objects are compressed: "

@@ -235,7 +235,7 @@ def test_a_pool_that_fails_as_a_whole_is_started_again_where_it_was(
 
 
 def test_a_cache_too_small_for_what_is_needed_at_once_is_refused_with_the_number(cache: ShardCache) -> None:
-    with pytest.raises(CacheFullError, match=r"up to 8 data shards at once, 8000 bytes.*at least 24000"):
+    with pytest.raises(CacheFullError, match=r"up to 8 data shards at once, 8000 bytes.*at least 32000"):
         cache.begin("train", spec_of(cache_limit_bytes=7999, lanes=2, window=4), FEED, attempt=1)
 
 

@@ -136,7 +136,7 @@ def test_the_loader_streams_a_folder_and_goes_on_at_a_cursor(tmp_path: Path) -> 
 def test_in_a_cache_as_small_as_the_error_advises_each_data_shard_is_fetched_once_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
-    """D2, for 40 data shards of which it holds 18: prefetching must not make room for itself."""
+    """D2, for 40 data shards of which it holds 26: prefetching must not make room for itself."""
     (tmp_path / "data").mkdir()
     for i in range(40):
         table = pa.table({"x": np.arange(256.0) + 256 * i})
@@ -152,7 +152,7 @@ def test_in_a_cache_as_small_as_the_error_advises_each_data_shard_is_fetched_onc
     advised = re.search(r"cache_limit_bytes to at least (\d+)", str(refused.value))
     assert advised is not None
     objects = sorted(file.stat().st_size for file in (tmp_path / "data").iterdir())
-    assert int(advised[1]) == 2 * sum(objects[-9:]), "six that are live and a window"
+    assert int(advised[1]) == 2 * sum(objects[-9:]) + 8 * objects[-1], "six that are live, a window, and four fetches"
     loads: Counter[str] = Counter()
     load = ShardFetcher._load
 
@@ -164,4 +164,4 @@ def test_in_a_cache_as_small_as_the_error_advises_each_data_shard_is_fetched_onc
     with limited(int(advised[1])).loader(cache_dir=tmp_path / "cache", epochs=3) as batches:
         assert sum(len(b.sample_ids) for b in batches) == 3 * 40 * 256
     assert max(loads.values()) <= 3
-    assert sum(loads.values()) > 2 * 40, "the cache was no smaller than the data"
+    assert sum(loads.values()) > 40, "the cache was no smaller than the data"
