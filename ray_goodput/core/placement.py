@@ -16,7 +16,7 @@ import numpy as np
 
 from ray_goodput.core.batches import LanePlaces, batch_slots, local_slots, slot_bounds
 from ray_goodput.core.mixture import MixtureOrder
-from ray_goodput.core.order import Int64Array, SampleOrder
+from ray_goodput.core.order import Int64Array, LaneEpoch, SampleOrder
 
 AnyOrder = SampleOrder | MixtureOrder
 
@@ -198,9 +198,8 @@ def _parts_between(order: SampleOrder, lane: int, begin: int, end: int) -> tuple
         begin, end = 0, length  # everything, whichever epoch it is
     for epoch in range(begin // length, -(-end // length)) if end > begin else ():
         view = order.lane_epoch(epoch, lane)
-        first = int(np.searchsorted(view.window_starts, begin - epoch * length, side="right")) - 1
-        last = int(np.searchsorted(view.window_starts, end - epoch * length, side="left"))
-        parts = slice(max(first, 0) * order.window, last * order.window)
+        windows = _windows(view, max(begin - epoch * length, 0), end - epoch * length)
+        parts = slice(windows.start * order.window, windows.stop * order.window)
         shards.append(view.shards[parts])
         rows.append(np.diff(view.starts)[parts])
     each, at = np.unique(np.concatenate(shards), return_index=True)
@@ -273,12 +272,16 @@ def _lane_visits(order: SampleOrder, epoch: int, lane: int, low: int, high: int)
     if low >= high:
         return
     view = order.lane_epoch(epoch, lane)
-    first = int(np.searchsorted(view.window_starts, low, side="right")) - 1
-    last = int(np.searchsorted(view.window_starts, high, side="left"))
-    for window in range(first, last):
+    for window in _windows(view, low, high):
         position = epoch * order.num_samples + int(view.window_starts[window]) * order.lanes + lane
         for shard in view.shards[window * order.window : (window + 1) * order.window].tolist():
             yield ShardVisit(position, epoch, shard)
+
+
+def _windows(view: LaneEpoch, low: int, high: int) -> range:
+    """The windows that hold any of a lane's offsets [low, high)."""
+    first = int(np.searchsorted(view.window_starts, low, side="right")) - 1
+    return range(first, int(np.searchsorted(view.window_starts, high, side="left")))
 
 
 def _odd_visits(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # What comes ahead must not make room for itself: beside it the next batch's data shards come, and while one is fetched
 # it is there as an object, too.
 _SHARE_AHEAD = 4
-_MAX_FETCHES = 4  # at a time, by `LocalShardSource`; the actor's pool has fewer
+MAX_FETCHES = 4  # at a time, by `LocalShardSource`; the actor's pool has fewer
 _RANKS_APART = 3  # batches: the loaders of a node's ranks build two ahead, each when it has room
 
 
@@ -143,8 +143,16 @@ def look_ahead(
     limit = spec.cache_limit_bytes
     max_bytes = None
     if limit is not None:
-        _check_live_set(order, manifest, spec.global_batch_size, feed, limit)
-        max_bytes = max(0, limit - _open_bytes(order, manifest, spec.global_batch_size, feed)) // _SHARE_AHEAD
+        # What the loaders of these ranks hold open: the live set and a window each, of each dataset of a mixture.
+        open_bytes = live_set_bytes(order, manifest.sizes, *readers, more_windows=len(feed.dp_ranks))
+        _check_live_set(
+            manifest,
+            limit,
+            open_bytes=open_bytes,
+            live=live_set(order, *readers),
+            live_bytes=live_set_bytes(order, manifest.sizes, *readers),
+        )
+        max_bytes = max(0, limit - open_bytes) // _SHARE_AHEAD
     stop = None if feed.epochs is None else feed.epochs * order.num_samples
     visits = shard_visits(order, feed.start, stop, *readers)
     return LookAhead(
@@ -177,25 +185,12 @@ def next_uses(feeds: Iterable[tuple[NamedShards, LookAhead]]) -> dict[str, float
     return uses
 
 
-def _open_bytes(order: AnyOrder, manifest: AnyManifest, global_batch_size: int, feed: FeedSpec) -> int:
-    """Bytes of the objects that the loaders of these ranks hold open: the live set and a window each, of each dataset
-    of a mixture."""
-    readers = global_batch_size, feed.dp_ranks, feed.dp_world, feed.lane_places
-    return live_set_bytes(order, manifest.sizes, *readers, more_windows=len(feed.dp_ranks))
-
-
-def _check_live_set(
-    order: AnyOrder, manifest: AnyManifest, global_batch_size: int, feed: FeedSpec, limit_bytes: int
-) -> None:
+def _check_live_set(manifest: AnyManifest, limit_bytes: int, *, open_bytes: int, live: int, live_bytes: int) -> None:
     """In bytes of objects: what they hold is often larger, so a cache that passes may still be too small."""
-    readers = global_batch_size, feed.dp_ranks, feed.dp_world, feed.lane_places
-    need = live_set_bytes(order, manifest.sizes, *readers)
-    if need > limit_bytes:
-        num = live_set(order, *readers)
-        in_flight = 2 * _MAX_FETCHES * int(manifest.sizes.max())  # as objects, and as files
-        enough = 2 * _open_bytes(order, manifest, global_batch_size, feed) + in_flight
+    if live_bytes > limit_bytes:
+        enough = 2 * open_bytes + 2 * MAX_FETCHES * int(manifest.sizes.max())  # in flight as objects, and as files
         raise CacheFullError(
-            f"The ranks of this node read from up to {num} data shards at once, {need} bytes, and the cache's limit "
-            f"is {limit_bytes} bytes: set cache_limit_bytes to at least {enough} (more if the objects are compressed: "
-            "the cache holds what is in them), or use fewer lanes, a smaller window or smaller data shards."
+            f"The ranks of this node read from up to {live} data shards at once, {live_bytes} bytes, and the cache's "
+            f"limit is {limit_bytes} bytes: set cache_limit_bytes to at least {enough} (more if the objects are "
+            "compressed: the cache holds what is in them), or use fewer lanes, a smaller window or smaller data shards."
         )

@@ -15,7 +15,7 @@ from ray_goodput.core.data_flow import DataCounts
 from ray_goodput.core.placement import AnyOrder
 from ray_goodput.data import governors
 from ray_goodput.data.cache import NodeCache
-from ray_goodput.data.feed import FeedSpec, next_uses
+from ray_goodput.data.feed import MAX_FETCHES, FeedSpec, next_uses
 from ray_goodput.data.lookahead import LookAhead
 from ray_goodput.data.shard_fetcher import ShardFetcher
 from ray_goodput.errors import GoodputError
@@ -42,7 +42,9 @@ class LocalShardSource:
     everybody waits for.
     """
 
-    def __init__(self, fetcher: ShardFetcher | MixtureFetcher, ahead: LookAhead, *, num_threads: int = 4) -> None:
+    def __init__(
+        self, fetcher: ShardFetcher | MixtureFetcher, ahead: LookAhead, *, num_threads: int = MAX_FETCHES
+    ) -> None:
         self._fetcher = fetcher
         self._ahead = ahead
         self._mutex = threading.Lock()
